@@ -1,0 +1,180 @@
+"""The public functions: arguments are checked here, once; then the local or the sharded way."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from meshnorm.errors import (
+    CastingModeError,
+    DeviceError,
+    DTypeError,
+    EpsError,
+    MeshMismatchError,
+    MixedTensorError,
+    NormalizedShapeError,
+    OffsetError,
+    OptionError,
+    WeightShapeError,
+)
+from meshnorm.formula import CASTING_MODES, accumulation_dtype
+from meshnorm.local import local_rms_norm
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+HIDDEN = ("stats", "gather")
+WEIGHT_GRADS = ("auto", "deferred", "reduced")
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    normalized_shape: int | Sequence[int] | None = None,
+    hidden: str = "stats",
+    weight_grad: str = "auto",
+    output_placements: Sequence[Placement] | None = None,
+    in_place: bool = False,
+) -> Tensor:
+    """RMSNorm of a plain tensor or of a DTensor in any layout: ``y = x · rsqrt(mean(x²) + eps) · (weight + offset)``.
+
+    The formula is that of Zhang & Sennrich (2019); the offset is the Gemma family's. ``meshnorm.formula`` defines it.
+
+    Args:
+        x: shape ``(*rows, *normalized_shape)``; float64, float32, bfloat16 or float16; any strides. A plain tensor, or a
+            DTensor of any placements.
+        weight: shape ``normalized_shape``, any of these dtypes, not necessarily x's; None for a norm without weight. A
+            plain tensor, or for a DTensor x also a DTensor on x's mesh.
+        eps: added to the mean of the squares, 0 or more. None is ``torch.finfo`` of the accumulation dtype's ``eps``, as
+            in ``torch.nn.RMSNorm``.
+        offset: added to the weight in the accumulation dtype (float32; float64 for a float64 x). 1.0 for Gemma. Without
+            a weight it is not used.
+        casting_mode: where results are rounded to x's dtype. ``"llama"``: x̂, then the product. ``"gemma"``: the product
+            alone. ``"none"``: x̂, the weight and the product. Statistics are always in the accumulation dtype.
+        normalized_shape: the dims that are normalized, the last ones of x. Defaults to the weight's shape, or to x's last
+            dim where there is no weight.
+        hidden: what happens where a mesh dim shards the normalized dims. ``"stats"``: one number a row is exchanged each
+            way and y keeps x's layout. ``"gather"``: x is gathered and y is replicated on that mesh dim.
+        weight_grad: ``"deferred"`` leaves the weight's gradient as ``Partial("sum")`` over the mesh dims that shard rows
+            (a DTensor weight), or as the sum over the rank's own rows (a plain weight). ``"reduced"`` sums it over all
+            these mesh dims, in the accumulation dtype. ``"auto"``: deferred for a DTensor weight, reduced for a plain
+            weight beside a DTensor x. Between plain tensors there is nothing to reduce.
+        output_placements: y's placements, to choose how a partial x is reduced: ``Replicate()`` (the default) or
+            ``Shard(d)`` on a mesh dim where x is partial; on every other one what the layout gives anyway.
+        in_place: dX is written over dY. Wrong where anything else still reads dY, a residual branch for one.
+
+    Returns:
+        y of x's shape and dtype; a DTensor for a DTensor x, in x's layout (partial dims resolved).
+
+    Raises:
+        DTypeError, NormalizedShapeError, WeightShapeError, EpsError, OffsetError, CastingModeError, OptionError,
+        DeviceError, MixedTensorError, MeshMismatchError, PlacementError, UnreachableLayoutError: see ``meshnorm.errors``.
+        All are raised from metadata that ranks share, before any communication.
+
+    Example:
+        >>> x, w = torch.randn(2, 8, 16), torch.ones(16)
+        >>> rms_norm(x, w).shape  # (2, 8, 16) -> (2, 8, 16), each of the 16 rows of 16 normalized
+        torch.Size([2, 8, 16])
+    """
+    ndim = _check_normalized(x, weight, normalized_shape)
+    eps = _check_numbers(x, weight, eps, offset, casting_mode, hidden, weight_grad)
+    if is_dtensor(x):
+        _check_meshes(x, weight)
+        from meshnorm.sharded import sharded_rms_norm
+
+        return sharded_rms_norm(
+            x, weight, eps, float(offset), casting_mode, ndim, hidden, weight_grad, output_placements, in_place
+        )
+    if is_dtensor(weight):
+        raise MixedTensorError(
+            "weight is a DTensor but x is a plain tensor: wrap x with DTensor.from_local(x, mesh, placements), or pass "
+            "the weight's local part, weight.to_local()"
+        )
+    if output_placements is not None:
+        raise OptionError("output_placements is for a DTensor x, and x is a plain tensor: leave it out")
+    return local_rms_norm(x, weight, eps, float(offset), casting_mode, ndim, in_place)
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor, without importing DTensor where nobody has (a torch without distributed)."""
+    if type(tensor) is Tensor or tensor is None:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _check_normalized(x: Tensor, weight: Tensor | None, normalized_shape: int | Sequence[int] | None) -> int:
+    """How many dims are normalized, all shapes having been checked."""
+    if normalized_shape is None:
+        shape = tuple(weight.shape) if weight is not None else tuple(x.shape[-1:])
+    else:
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if not shape:
+        raise NormalizedShapeError(
+            "there is no dim to normalize: x or the weight has no dims; RMSNorm needs at least one normalized dim"
+        )
+    if weight is not None and tuple(weight.shape) != shape:
+        raise WeightShapeError(
+            f"weight has shape {tuple(weight.shape)}, but normalized_shape is {shape}: they must be equal"
+        )
+    ndim = len(shape)
+    if tuple(x.shape[x.ndim - ndim :] if ndim <= x.ndim else ()) != shape:
+        if normalized_shape is None and weight is not None:
+            raise WeightShapeError(
+                f"weight has shape {shape}, but the last dims of x, of shape {tuple(x.shape)}, differ: pass a weight of "
+                f"the shape of the dims that are to be normalized"
+            )
+        raise NormalizedShapeError(
+            f"normalized_shape is {shape}, but x has shape {tuple(x.shape)}, whose last dims differ"
+        )
+    if 0 in shape:
+        raise NormalizedShapeError(
+            f"normalized_shape {shape} holds a dim of size 0: the mean over no elements is undefined"
+        )
+    return ndim
+
+
+def _check_numbers(
+    x: Tensor, weight: Tensor | None, eps: float | None, offset: float, casting_mode: str, hidden: str, weight_grad: str
+) -> float:
+    """eps as a float, all dtypes, devices and options having been checked."""
+    if x.dtype not in DTYPES:
+        raise DTypeError(f"x has dtype {x.dtype}: RMSNorm takes float64, float32, bfloat16 or float16; cast x first")
+    if weight is not None:
+        if weight.dtype not in DTYPES:
+            raise DTypeError(
+                f"weight has dtype {weight.dtype}: RMSNorm takes float64, float32, bfloat16 or float16; cast it first"
+            )
+        if weight.device != x.device:
+            raise DeviceError(f"weight is on {weight.device} but x is on {x.device}: move one to the other's device")
+    if eps is None:
+        eps = torch.finfo(accumulation_dtype(x.dtype)).eps
+    if not 0.0 <= eps < math.inf:
+        raise EpsError(f"eps is {eps}: give a finite number that is 0 or more")
+    if not -math.inf < offset < math.inf:
+        raise OffsetError(f"offset is {offset}: give a finite number (0.0, or 1.0 for the Gemma family)")
+    if casting_mode not in CASTING_MODES:
+        raise CastingModeError(f"casting_mode is {casting_mode!r}: choose one of {', '.join(map(repr, CASTING_MODES))}")
+    if hidden not in HIDDEN:
+        raise OptionError(f'hidden is {hidden!r}: choose "stats" (one number a row is exchanged) or "gather"')
+    if weight_grad not in WEIGHT_GRADS:
+        raise OptionError(f'weight_grad is {weight_grad!r}: choose "auto", "deferred" or "reduced"')
+    return float(eps)
+
+
+def _check_meshes(x: Any, weight: Any) -> None:
+    if is_dtensor(weight) and weight.device_mesh != x.device_mesh:
+        raise MeshMismatchError(
+            f"weight is on {weight.device_mesh} but x is on {x.device_mesh}: redistribute or rebuild one of them on the "
+            f"other's mesh"
+        )

@@ -1,0 +1,182 @@
+"""Device code of the backward pass: dX and dW of a row from one reading of dY and x.
+
+Programs are persistent: program p of P works through the row tiles p, p + P, p + 2P, …, keeps its share of dW in
+registers, and writes it once, as row p of PARTIAL. ``sum_partials_kernel`` adds these P rows in order. There are no
+atomics, so dW has the same bits each time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_rows import load_scale, mean, row_offsets, tile_rows
+
+VARYING = ["M", "tiles", "x_b", "x_stride_a", "x_stride_b", "dy_b", "dy_stride_a", "dy_stride_b", "hidden_size"]
+
+
+@triton.jit(do_not_specialize=VARYING)
+def backward_kernel(
+    DY,
+    X,
+    W,
+    RSTD,
+    DX,
+    PARTIAL,
+    M,
+    tiles,
+    x_b,
+    x_stride_a,
+    x_stride_b,
+    dy_b,
+    dy_stride_a,
+    dy_stride_b,
+    hidden_size,
+    X_UNIT: tl.constexpr,
+    X_FLAT: tl.constexpr,
+    DY_UNIT: tl.constexpr,
+    DY_FLAT: tl.constexpr,
+    INT64_ROWS: tl.constexpr,
+    N: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Rows of up to BLOCK columns."""
+    ACC: tl.constexpr = RSTD.dtype.element_ty
+    cols = tl.arange(0, BLOCK)
+    col_mask = cols < N
+    scale = load_scale(W, cols, col_mask, OFFSET, ACC)[None, :]
+    dw = tl.zeros([ROWS, BLOCK], ACC)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        rows = tile_rows(tile, ROWS, INT64_ROWS)
+        row_mask = rows < M
+        mask = row_mask[:, None] & col_mask[None, :]
+        x_offsets = row_offsets(rows, x_b, x_stride_a, x_stride_b, X_UNIT, X_FLAT)
+        dy_offsets = row_offsets(rows, dy_b, dy_stride_a, dy_stride_b, DY_UNIT, DY_FLAT)
+        x = tl.load(X + x_offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
+        dy = tl.load(DY + dy_offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
+        rstd = tl.load(RSTD + rows, mask=row_mask, other=0.0)[:, None]
+        x_hat = x * rstd
+        if DX is not None:
+            scaled = dy * scale
+            c = mean(tl.sum(scaled * x_hat, axis=1), hidden_size)[:, None]
+            dx = ((scaled - x_hat * c) * rstd).to(DX.dtype.element_ty)
+            tl.store(DX + rows.to(tl.int64)[:, None] * N + cols[None, :], dx, mask=mask)
+        if PARTIAL is not None:
+            dw += dy * x_hat
+    if PARTIAL is not None:
+        partial = tl.sum(dw, axis=0).to(PARTIAL.dtype.element_ty)
+        tl.store(PARTIAL + tl.program_id(0).to(tl.int64) * N + cols, partial, mask=col_mask)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def backward_statistic_kernel(
+    DY,
+    X,
+    W,
+    RSTD,
+    TOTAL,
+    M,
+    x_b,
+    x_stride_a,
+    x_stride_b,
+    dy_b,
+    dy_stride_a,
+    dy_stride_b,
+    X_UNIT: tl.constexpr,
+    X_FLAT: tl.constexpr,
+    DY_UNIT: tl.constexpr,
+    DY_FLAT: tl.constexpr,
+    INT64_ROWS: tl.constexpr,
+    N: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Σ dY·(w+offset)·x̂ of each row: chunks of BLOCK columns added elementwise, in order, then along the row."""
+    ACC: tl.constexpr = RSTD.dtype.element_ty
+    rows = tile_rows(tl.program_id(0), ROWS, INT64_ROWS)
+    row_mask = rows < M
+    x_rows = X + row_offsets(rows, x_b, x_stride_a, x_stride_b, X_UNIT, X_FLAT)[:, None]
+    dy_rows = DY + row_offsets(rows, dy_b, dy_stride_a, dy_stride_b, DY_UNIT, DY_FLAT)[:, None]
+    rstd = tl.load(RSTD + rows, mask=row_mask, other=0.0)[:, None]
+    products = tl.zeros([ROWS, BLOCK], ACC)
+    for start in tl.range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        col_mask = cols < N
+        mask = row_mask[:, None] & col_mask[None, :]
+        x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0).to(ACC)
+        dy = tl.load(dy_rows + cols[None, :], mask=mask, other=0.0).to(ACC)
+        products += dy * load_scale(W, cols, col_mask, OFFSET, ACC)[None, :] * (x * rstd)
+    tl.store(TOTAL + rows, tl.sum(products, axis=1), mask=row_mask)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def backward_apply_kernel(
+    DY,
+    X,
+    W,
+    RSTD,
+    TOTAL,
+    DX,
+    PARTIAL,
+    M,
+    tiles,
+    x_b,
+    x_stride_a,
+    x_stride_b,
+    dy_b,
+    dy_stride_a,
+    dy_stride_b,
+    hidden_size,
+    X_UNIT: tl.constexpr,
+    X_FLAT: tl.constexpr,
+    DY_UNIT: tl.constexpr,
+    DY_FLAT: tl.constexpr,
+    INT64_ROWS: tl.constexpr,
+    N: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """dX and dW of one chunk of BLOCK columns, given each row's Σ dY·(w+offset)·x̂."""
+    ACC: tl.constexpr = RSTD.dtype.element_ty
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    col_mask = cols < N
+    scale = load_scale(W, cols, col_mask, OFFSET, ACC)[None, :]
+    dw = tl.zeros([ROWS, BLOCK], ACC)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        rows = tile_rows(tile, ROWS, INT64_ROWS)
+        row_mask = rows < M
+        mask = row_mask[:, None] & col_mask[None, :]
+        x_offsets = row_offsets(rows, x_b, x_stride_a, x_stride_b, X_UNIT, X_FLAT)
+        dy_offsets = row_offsets(rows, dy_b, dy_stride_a, dy_stride_b, DY_UNIT, DY_FLAT)
+        x = tl.load(X + x_offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
+        dy = tl.load(DY + dy_offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
+        rstd = tl.load(RSTD + rows, mask=row_mask, other=0.0)[:, None]
+        x_hat = x * rstd
+        if DX is not None:
+            c = mean(tl.load(TOTAL + rows, mask=row_mask, other=0.0), hidden_size)[:, None]
+            dx = ((dy * scale - x_hat * c) * rstd).to(DX.dtype.element_ty)
+            tl.store(DX + rows.to(tl.int64)[:, None] * N + cols[None, :], dx, mask=mask)
+        if PARTIAL is not None:
+            dw += dy * x_hat
+    if PARTIAL is not None:
+        partial = tl.sum(dw, axis=0).to(PARTIAL.dtype.element_ty)
+        tl.store(PARTIAL + tl.program_id(0).to(tl.int64) * N + cols, partial, mask=col_mask)
+
+
+@triton.jit(do_not_specialize=["P"])
+def sum_partials_kernel(PARTIAL, DW, P, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """dW = the sum of P partial rows: ROWS at a time, added elementwise in order, then over the ROWS."""
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < N
+    total = tl.zeros([ROWS, BLOCK], PARTIAL.dtype.element_ty)
+    for start in tl.range(0, P, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        offsets = rows.to(tl.int64)[:, None] * N + cols[None, :]
+        total += tl.load(PARTIAL + offsets, mask=(rows < P)[:, None] & mask[None, :], other=0.0)
+    tl.store(DW + cols, tl.sum(total, axis=0).to(DW.dtype.element_ty), mask=mask)

@@ -1,0 +1,167 @@
+"""Device code of the forward pass. A program owns a tile of ROWS rows, of which BLOCK columns are in hand at a time."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_rows import load_scale, mean, reciprocal_root, row_offsets, tile_rows
+
+# What varies from call to call is not specialised on: no second kernel for a batch of 16 rows. Alignment is in UNIT.
+VARYING = ["M", "B", "stride_a", "stride_b", "hidden_size"]
+
+
+@triton.jit(do_not_specialize=VARYING)
+def forward_kernel(
+    X,
+    W,
+    Y,
+    RSTD,
+    M,
+    B,
+    stride_a,
+    stride_b,
+    hidden_size,
+    UNIT: tl.constexpr,
+    FLAT: tl.constexpr,
+    INT64_ROWS: tl.constexpr,
+    N: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    MODE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows of up to BLOCK columns: read once, held in registers."""
+    ACC: tl.constexpr = RSTD.dtype.element_ty
+    rows = tile_rows(tl.program_id(0), ROWS, INT64_ROWS)
+    cols = tl.arange(0, BLOCK)
+    row_mask, col_mask = rows < M, cols < N
+    mask = row_mask[:, None] & col_mask[None, :]
+    offsets = row_offsets(rows, B, stride_a, stride_b, UNIT, FLAT)
+    x = tl.load(X + offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
+    scale = load_scale(W, cols, col_mask, OFFSET, ACC)
+    rstd = reciprocal_root(mean(tl.sum(x * x, axis=1), hidden_size) + EPS)
+    tl.store(RSTD + rows, rstd, mask=row_mask)
+    y = normalized(x, rstd, scale, MODE, Y.dtype.element_ty)
+    tl.store(Y + rows.to(tl.int64)[:, None] * N + cols[None, :], y, mask=mask)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def forward_wide_kernel(
+    X,
+    W,
+    Y,
+    RSTD,
+    M,
+    B,
+    stride_a,
+    stride_b,
+    hidden_size,
+    UNIT: tl.constexpr,
+    FLAT: tl.constexpr,
+    INT64_ROWS: tl.constexpr,
+    N: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    MODE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows of any width, read twice: the second time from the L2 cache."""
+    ACC: tl.constexpr = RSTD.dtype.element_ty
+    rows = tile_rows(tl.program_id(0), ROWS, INT64_ROWS)
+    row_mask = rows < M
+    x_rows = X + row_offsets(rows, B, stride_a, stride_b, UNIT, FLAT)[:, None]
+    y_rows = Y + rows.to(tl.int64)[:, None] * N
+    rstd = reciprocal_root(mean(sum_of_squares(x_rows, row_mask, N, ROWS, BLOCK, ACC), hidden_size) + EPS)
+    tl.store(RSTD + rows, rstd, mask=row_mask)
+    for start in tl.range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        col_mask = cols < N
+        mask = row_mask[:, None] & col_mask[None, :]
+        x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0).to(ACC)
+        scale = load_scale(W, cols, col_mask, OFFSET, ACC)
+        tl.store(y_rows + cols[None, :], normalized(x, rstd, scale, MODE, Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def statistic_kernel(
+    X,
+    TOTAL,
+    M,
+    B,
+    stride_a,
+    stride_b,
+    UNIT: tl.constexpr,
+    FLAT: tl.constexpr,
+    INT64_ROWS: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Σ x² of each row."""
+    rows = tile_rows(tl.program_id(0), ROWS, INT64_ROWS)
+    row_mask = rows < M
+    x_rows = X + row_offsets(rows, B, stride_a, stride_b, UNIT, FLAT)[:, None]
+    tl.store(TOTAL + rows, sum_of_squares(x_rows, row_mask, N, ROWS, BLOCK, TOTAL.dtype.element_ty), mask=row_mask)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def apply_kernel(
+    X,
+    W,
+    TOTAL,
+    Y,
+    RSTD,
+    M,
+    B,
+    stride_a,
+    stride_b,
+    hidden_size,
+    UNIT: tl.constexpr,
+    FLAT: tl.constexpr,
+    INT64_ROWS: tl.constexpr,
+    N: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    MODE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """y of one tile of rows and one chunk of columns, given each row's Σ x²."""
+    ACC: tl.constexpr = RSTD.dtype.element_ty
+    rows = tile_rows(tl.program_id(0), ROWS, INT64_ROWS)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row_mask, col_mask = rows < M, cols < N
+    mask = row_mask[:, None] & col_mask[None, :]
+    total = tl.load(TOTAL + rows, mask=row_mask, other=1.0)
+    offsets = row_offsets(rows, B, stride_a, stride_b, UNIT, FLAT)
+    x = tl.load(X + offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
+    scale = load_scale(W, cols, col_mask, OFFSET, ACC)
+    rstd = reciprocal_root(mean(total, hidden_size) + EPS)
+    tl.store(RSTD + rows, rstd, mask=row_mask & (tl.program_id(1) == 0))
+    y = normalized(x, rstd, scale, MODE, Y.dtype.element_ty)
+    tl.store(Y + rows.to(tl.int64)[:, None] * N + cols[None, :], y, mask=mask)
+
+
+@triton.jit
+def sum_of_squares(x_rows, row_mask, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    """Chunks of BLOCK columns are added elementwise, in order, then along the row."""
+    squares = tl.zeros([ROWS, BLOCK], ACC)
+    for start in tl.range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_rows + cols[None, :], mask=row_mask[:, None] & (cols < N)[None, :], other=0.0).to(ACC)
+        squares += x * x
+    return tl.sum(squares, axis=1)
+
+
+@triton.jit
+def normalized(x, rstd, scale, MODE: tl.constexpr, DTYPE: tl.constexpr):
+    """y = x̂ · scale, rounded to DTYPE where the casting mode says (see ``formula``)."""
+    x_hat = x * rstd[:, None]
+    if MODE != "gemma":
+        x_hat = x_hat.to(DTYPE).to(x.dtype)
+    if MODE == "none":
+        scale = scale.to(DTYPE).to(x.dtype)
+    return (x_hat * scale[None, :]).to(DTYPE)

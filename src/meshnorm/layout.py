@@ -1,0 +1,314 @@
+"""Who holds what: placements and mesh sizes in, a Plan out. Pure: no tensors, no process groups.
+
+Per mesh dim, x is replicated, row-sharded, hidden-sharded or partial, and mesh dims combine independently:
+
+================  ==============================  ===========  ==============================  ==================
+x                 forward                         y, dX        backward                        dW
+================  ==============================  ===========  ==============================  ==================
+replicated        nothing                         replicated   nothing                         replicated
+row-sharded       nothing                         as x         nothing                         Partial(sum)
+hidden-sharded    all-reduce of Σx²: one number   as x         all-reduce of Σ dY·(w+offset)·x̂  Shard along w
+                  a row
+partial           reduced, or reduce-scattered    as resolved  that of the resolved layout     as resolved
+================  ==============================  ===========  ==============================  ==================
+
+A *route* says which steps a call takes and needs no sizes, so that one route serves every batch; a *plan* is a route
+with sizes put in. ``sharded.py`` carries out the route, and ``plan()`` prints the same route in bytes: one source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from meshnorm.errors import OptionError, PlacementError, UnreachableLayoutError
+from meshnorm.geometry import Split, chains, shard_dim, split_factor
+
+Placements = tuple[Placement, ...]
+WeightPlacement = str | Placements | None  # None: no weight; "plain": a plain tensor; placements: a DTensor
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A device mesh as far as layouts care.
+
+    ``joint`` lists the sets of mesh dims, each sorted, that one process group spans: a reduction over such a set is one
+    collective; over another set it is one a mesh dim.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    joint: frozenset[tuple[int, ...]] = frozenset()
+
+    @classmethod
+    def of_sizes(cls, sizes: dict[str, int]) -> Mesh:
+        """The mesh of a ``{"dp": 2, "cp": 4}``, taken to be all ranks there are: one group spans all of it."""
+        everything = tuple(dim for dim, size in enumerate(sizes.values()) if size > 1)
+        return cls(tuple(sizes), tuple(sizes.values()), frozenset({everything}))
+
+    def groups(self, dims: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The sets of mesh dims over which a reduction over ``dims`` runs, one collective each."""
+        active = tuple(dim for dim in sorted(set(dims)) if self.sizes[dim] > 1)
+        if len(active) <= 1 or active in self.joint:
+            return (active,) if active else ()
+        return tuple((dim,) for dim in active)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective of a route. ``tensor`` is what it moves: "x", "weight", "statistic" or "dw"."""
+
+    kind: str
+    tensor: str
+    mesh_dims: tuple[int, ...]
+    reduce_op: str = "sum"
+    tensor_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class Route:
+    """What one call does, independent of sizes. See ``route_of``."""
+
+    mesh: Mesh
+    normalized_ndim: int
+    x: Placements
+    resolved: Placements
+    y: Placements
+    dx: Placements
+    dw: Placements | None
+    weight: WeightPlacement
+    weight_is_aligned: bool
+    hidden_chains: tuple[tuple[Split, ...], ...]
+    weight_chains: tuple[tuple[Split, ...], ...]
+    x_steps: tuple[Step, ...]
+    weight_steps: tuple[Step, ...]
+    statistic_steps: tuple[Step, ...]
+    dw_steps: tuple[Step, ...]
+    gathers: bool = field(default=False)
+
+    @property
+    def splits_hidden(self) -> bool:
+        """Whether a rank holds only a slice of each row while it normalizes, so that statistics are exchanged."""
+        return any(self.hidden_chains) and not self.gathers
+
+
+def normalize(placements: Sequence[Placement], ndim: int, mesh: Mesh, what: str) -> Placements:
+    """Placements with dims counted from the front, checked against the mesh and the tensor's rank."""
+    if len(placements) != len(mesh.sizes):
+        raise PlacementError(
+            f"{what} has {len(placements)} placements, but the mesh ({_mesh_words(mesh)}) has {len(mesh.sizes)} dims: "
+            f"give one placement for each mesh dim"
+        )
+    found = []
+    for mesh_dim, placement in enumerate(placements):
+        if not isinstance(placement, Placement):
+            raise PlacementError(f"{what} has {placement!r} on mesh dim {mesh.names[mesh_dim]!r}: that is no Placement")
+        dim = shard_dim(placement, ndim)
+        if dim is None:
+            found.append(placement)
+            continue
+        if not 0 <= dim < ndim:
+            raise PlacementError(
+                f"{what} has {placement} on mesh dim {mesh.names[mesh_dim]!r}, but the tensor has {ndim} dims"
+            )
+        found.append(placement if getattr(placement, "dim", None) == dim else _same_split(placement, dim))
+    return tuple(found)
+
+
+def _same_split(placement: Placement, dim: int) -> Placement:
+    """The placement, sharding tensor dim ``dim``: Shard stays Shard, _StridedShard keeps its split_factor."""
+    factor = split_factor(placement)
+    return Shard(dim) if factor is None else type(placement)(dim, split_factor=factor)  # type: ignore[call-arg]
+
+
+@lru_cache(maxsize=4096)
+def route_of(
+    mesh: Mesh,
+    x: Placements,
+    ndim: int,
+    normalized_ndim: int,
+    weight: WeightPlacement,
+    hidden: str = "stats",
+    weight_grad: str = "auto",
+    output_placements: Placements | None = None,
+    x_requires_grad: bool = True,
+    weight_requires_grad: bool = True,
+) -> Route:
+    """The route of a norm over the last ``normalized_ndim`` of ``ndim`` dims of an x with placements ``x``.
+
+    All placements have their dims counted from the front (``normalize``). Raises UnreachableLayoutError where
+    ``output_placements`` differs from what the layout table gives, other than in how a partial x is reduced.
+    """
+    rows_ndim = ndim - normalized_ndim
+    resolved, x_steps = _resolve_partial(mesh, x, ndim, output_placements)
+    kinds = [_kind(mesh, resolved, dim, rows_ndim, ndim) for dim in range(len(resolved))]
+    row_dims = tuple(dim for dim, kind in enumerate(kinds) if kind == "row")
+    hidden_dims = tuple(dim for dim, kind in enumerate(kinds) if kind == "hidden")
+    gathers = hidden == "gather"
+
+    y = resolved
+    hidden_chains = chains(resolved, mesh.sizes, ndim)[rows_ndim:]
+    if gathers:
+        for dim in reversed(hidden_dims):
+            x_steps += (Step("all_gather", "x", (dim,), tensor_dim=shard_dim(resolved[dim], ndim)),)
+        y = tuple(
+            Replicate() if (d := shard_dim(p, ndim)) is not None and d >= rows_ndim else p for p in resolved
+        )
+    _check_output(mesh, x, y, output_placements, ndim, rows_ndim, gathers)
+
+    statistic_steps: tuple[Step, ...] = ()
+    if not gathers:
+        statistic_steps = tuple(Step("all_reduce", "statistic", dims) for dims in mesh.groups(hidden_dims))
+
+    aligned, weight_chains, weight_steps = _weight_route(
+        mesh, weight, normalized_ndim, () if gathers else hidden_chains
+    )
+    dw, dw_steps = None, ()
+    if weight is not None and weight_requires_grad:
+        split = [] if gathers else list(hidden_dims)
+        deferred = weight_grad == "deferred" or (weight_grad == "auto" and weight != "plain")
+        if weight == "plain":
+            dw = tuple(Replicate() for _ in mesh.sizes)
+            dw_steps = () if deferred else _dw_sum(mesh, (*row_dims, *split))
+        elif aligned:
+            dw = tuple(
+                _same_split(p, shard_dim(p, ndim) - rows_ndim)  # type: ignore[operator]
+                if dim in split
+                else (Partial("sum") if dim in row_dims and deferred else Replicate())
+                for dim, p in enumerate(resolved)
+            )
+            dw_steps = () if deferred else _dw_sum(mesh, row_dims)
+        else:
+            dw = tuple(p if shard_dim(p, normalized_ndim) is not None else Replicate() for p in weight)  # type: ignore[union-attr]
+            dw_steps = _dw_sum(mesh, (*row_dims, *split))
+
+    return Route(
+        mesh=mesh,
+        normalized_ndim=normalized_ndim,
+        x=x,
+        resolved=resolved,
+        y=y,
+        dx=resolved,
+        dw=dw,
+        weight=weight,
+        weight_is_aligned=aligned,
+        hidden_chains=hidden_chains,
+        weight_chains=weight_chains,
+        x_steps=x_steps,
+        weight_steps=weight_steps,
+        statistic_steps=statistic_steps,
+        dw_steps=dw_steps,
+        gathers=gathers and bool(hidden_dims),
+    )
+
+
+def backward_statistic_steps(route: Route, x_requires_grad: bool) -> tuple[Step, ...]:
+    """The backward's exchange: that of the forward, where x has a gradient at all."""
+    return route.statistic_steps if x_requires_grad else ()
+
+
+def _dw_sum(mesh: Mesh, dims: Sequence[int]) -> tuple[Step, ...]:
+    return tuple(Step("all_reduce", "dw", group) for group in mesh.groups(dims))
+
+
+def _kind(mesh: Mesh, placements: Placements, mesh_dim: int, rows_ndim: int, ndim: int) -> str:
+    """ "row", "hidden" or "replicated": what the mesh dim shards, after partials are resolved. Size 1 shards nothing."""
+    dim = shard_dim(placements[mesh_dim], ndim)
+    if dim is None or mesh.sizes[mesh_dim] == 1:
+        return "replicated"
+    return "row" if dim < rows_ndim else "hidden"
+
+
+def _resolve_partial(
+    mesh: Mesh, x: Placements, ndim: int, output: Placements | None
+) -> tuple[Placements, tuple[Step, ...]]:
+    """x's placements once its partial mesh dims are reduced, and the collectives of that, in mesh order."""
+    resolved, steps = list(x), []
+    for dim, placement in enumerate(x):
+        if not placement.is_partial():
+            continue
+        wanted = Replicate() if output is None else output[dim]
+        onto = shard_dim(wanted, ndim)
+        if wanted.is_partial() or (onto is not None and split_factor(wanted) is not None):
+            raise UnreachableLayoutError(
+                f"output_placements asks for {wanted} on mesh dim {mesh.names[dim]!r}, where x is partial: "
+                f"a partial x can become Replicate() or Shard(d) there"
+            )
+        op = getattr(placement, "reduce_op", "sum")
+        active = mesh.sizes[dim] > 1
+        if onto is None:
+            resolved[dim] = Replicate()
+            if active:
+                steps.append(Step("all_reduce", "x", (dim,), op))
+            continue
+        later = [d for d in range(dim + 1, len(x)) if shard_dim(x[d], ndim) == onto and mesh.sizes[d] > 1]
+        if active and later:
+            raise UnreachableLayoutError(
+                f"output_placements asks for {wanted} on mesh dim {mesh.names[dim]!r}, but the later mesh dim "
+                f"{mesh.names[later[0]]!r} shards the same tensor dim already, and shards are cut in mesh order: "
+                f"ask for Replicate() or another dim, or redistribute x first"
+            )
+        resolved[dim] = Shard(onto)
+        if active:
+            steps.append(Step("reduce_scatter", "x", (dim,), op, onto))
+    return tuple(resolved), tuple(steps)
+
+
+def _check_output(
+    mesh: Mesh, x: Placements, y: Placements, output: Placements | None, ndim: int, rows_ndim: int, gathers: bool
+) -> None:
+    if output is None:
+        return
+    for dim, (wanted, given) in enumerate(zip(output, y, strict=True)):
+        if wanted == given:
+            continue
+        held = shard_dim(x[dim], ndim)
+        way_out = "leave it as x is and redistribute y"
+        if held is not None and held >= rows_ndim and not gathers:
+            way_out = 'pass hidden="gather" for a replicated y, or leave it as x is'
+        elif gathers:
+            way_out = 'hidden="gather" gives Replicate() there'
+        raise UnreachableLayoutError(
+            f"output_placements asks for {wanted} on mesh dim {mesh.names[dim]!r}, but x is {x[dim]} there and the norm "
+            f"keeps its layout, which gives {given}: {way_out}"
+        )
+
+
+def _weight_route(
+    mesh: Mesh, weight: WeightPlacement, normalized_ndim: int, hidden_chains: tuple[tuple[Split, ...], ...]
+) -> tuple[bool, tuple[tuple[Split, ...], ...], tuple[Step, ...]]:
+    """(whether the weight can be used without communication, its own chains, the collectives that replicate it)."""
+    whole = tuple(() for _ in range(normalized_ndim))
+    if weight is None or isinstance(weight, str):
+        return weight is None, whole, ()
+    own = chains(weight, mesh.sizes, normalized_ndim)
+    wanted = hidden_chains or whole
+    partial = any(p.is_partial() and mesh.sizes[dim] > 1 for dim, p in enumerate(weight))
+    if not partial and all(mine in ((), x) for mine, x in zip(own, wanted, strict=True)):
+        return True, own, ()
+    steps = []
+    for dim in reversed(range(len(weight))):
+        placement = weight[dim]
+        if mesh.sizes[dim] == 1:
+            continue
+        if placement.is_partial():
+            steps.append(Step("all_reduce", "weight", (dim,), getattr(placement, "reduce_op", "sum")))
+        elif (onto := shard_dim(placement, normalized_ndim)) is not None:
+            steps.append(Step("all_gather", "weight", (dim,), tensor_dim=onto))
+    return False, own, tuple(steps)
+
+
+def check_options(hidden: Any, weight_grad: Any) -> None:
+    """Raises OptionError for a value of ``hidden`` or ``weight_grad`` that does not exist."""
+    if hidden not in ("stats", "gather"):
+        raise OptionError(f'hidden={hidden!r}: choose "stats" (one number a row is exchanged) or "gather"')
+    if weight_grad not in ("auto", "deferred", "reduced"):
+        raise OptionError(f'weight_grad={weight_grad!r}: choose "auto", "deferred" or "reduced"')
+
+
+def _mesh_words(mesh: Mesh) -> str:
+    return ", ".join(f"{name}={size}" for name, size in zip(mesh.names, mesh.sizes, strict=True))

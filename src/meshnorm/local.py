@@ -1,0 +1,88 @@
+"""The norm on one device, with its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshnorm import ops
+from meshnorm.dispatch import unobserved
+from meshnorm.errors import DoubleBackwardError
+
+
+def local_rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, ndim: int, in_place: bool
+) -> Tensor:
+    """y for plain tensors whose arguments are checked. ``in_place`` has no effect where something traces the call."""
+    if not unobserved(x, weight):
+        return ops.forward.op(x, weight, eps, offset, casting_mode, ndim)[0]  # type: ignore[attr-defined]
+    if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
+        return _LocalRMSNorm.apply(x, weight, eps, offset, casting_mode, ndim, in_place)
+    return ops.forward.direct(x, weight, eps, offset, casting_mode, ndim)[0]  # type: ignore[attr-defined]
+
+
+class _LocalRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, weight, eps, offset, casting_mode, ndim, in_place):  # noqa: ANN001
+        y, rstd = ops.forward.direct(x, weight, eps, offset, casting_mode, ndim)  # type: ignore[attr-defined]
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.offset, ctx.ndim, ctx.in_place = offset, ndim, in_place
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
+        if torch.is_grad_enabled():  # create_graph=True
+            return once_differentiable(_LocalRMSNorm.backward, ctx, dy, ctx.saved_tensors)
+        x, weight, rstd = ctx.saved_tensors
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        dw_dtype = weight.dtype if needs_dw else x.dtype
+        args = (dy, x, weight, rstd, ctx.offset, ctx.ndim, needs_dx, needs_dw, dw_dtype)
+        dx, dw = ops.backward_into(*args, True) if ctx.in_place and unobserved(dy, x) else ops.backward(*args)
+        return dx if needs_dx else None, dw if needs_dw else None, None, None, None, None, None
+
+
+def once_differentiable(
+    backward: Callable[..., Any], ctx: Any, dy: Tensor, inputs: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of ``backward``, tied to what they depend on: differentiating them again raises an error."""
+    with torch.no_grad():
+        gradients = backward(ctx, dy)
+    return tuple(None if g is None else _Once.apply(g, dy, *inputs) for g in gradients)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *inputs: Tensor | None) -> Tensor:  # type: ignore[override]
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):  # type: ignore[override]
+        _refuse_double_backward()
+
+
+def _refuse_double_backward(*_: Any) -> None:
+    raise DoubleBackwardError(
+        "the gradient of an RMSNorm's gradient is not supported: leave create_graph=False in the first backward, or "
+        "compute this norm with meshnorm.formula.reference_forward, which torch differentiates any number of times"
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _, ctx.offset, _, ctx.ndim = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _op_backward(ctx: Any, dy: Tensor, _: Any):  # noqa: ANN202
+    x, weight, rstd = ctx.saved_tensors
+    needs_dx, needs_dw = ctx.needs_input_grad[:2]
+    dw_dtype = weight.dtype if needs_dw else x.dtype
+    dx, dw = ops.backward(dy, x, weight, rstd, ctx.offset, ctx.ndim, needs_dx, needs_dw, dw_dtype)
+    return dx if needs_dx else None, dw if needs_dw else None, None, None, None, None
+
+
+torch.library.register_autograd("meshnorm::forward", _op_backward, setup_context=_save)
+torch.library.register_autograd("meshnorm::backward", _refuse_double_backward)

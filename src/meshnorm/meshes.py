@@ -1,0 +1,65 @@
+"""Device meshes: what layouts need to know of one, and the process group that spans some of its dims."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshnorm.layout import Mesh
+
+
+def mesh_names(device_mesh: DeviceMesh) -> tuple[str, ...]:
+    """The mesh's dim names; "0", "1", ... where it has none."""
+    return tuple(device_mesh.mesh_dim_names or map(str, range(device_mesh.ndim)))
+
+
+@lru_cache(maxsize=256)
+def describe(device_mesh: DeviceMesh) -> Mesh:
+    """The mesh as layouts see it, read once: groups made after the first norm on this mesh are not looked for.
+
+    Only groups that exist are used. Making one would be a collective call of all ranks in the middle of a forward pass,
+    and would hang under pipeline parallelism, where not all ranks run the same norm.
+    """
+    sizes = tuple(device_mesh.shape)
+    active = tuple(dim for dim, size in enumerate(sizes) if size > 1)
+    joint = set()
+    for subset in _subsets(active):
+        if len(subset) > 1 and _spanning_group(device_mesh, subset) is not None:
+            joint.add(subset)
+    return Mesh(mesh_names(device_mesh), sizes, frozenset(joint))
+
+
+@lru_cache(maxsize=1024)
+def group_name(device_mesh: DeviceMesh, dims: tuple[int, ...]) -> str:
+    """The name of the process group over ``dims``: one mesh dim, or a set that ``describe`` calls joint."""
+    group = device_mesh.get_group(dims[0]) if len(dims) == 1 else _spanning_group(device_mesh, dims)
+    assert group is not None, "a route asks for a group that describe() did not find"
+    return group.group_name
+
+
+def _subsets(dims: tuple[int, ...]) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for dim in dims:
+        found += [(*subset, dim) for subset in found]
+    return found
+
+
+def _spanning_group(device_mesh: DeviceMesh, dims: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The world's group where ``dims`` reach every rank there is, else the flattened mesh dim that a trainer has made
+    (``mesh["dp", "cp"]._flatten()`` names it "dp_cp"), else None."""
+    size = 1
+    for dim in dims:
+        size *= device_mesh.size(dim)
+    if size == dist.get_world_size():
+        return dist.group.WORLD
+    coordinate = device_mesh.get_coordinate()
+    if coordinate is None or device_mesh.mesh_dim_names is None:
+        return None
+    try:
+        group = device_mesh.get_group("_".join(device_mesh.mesh_dim_names[dim] for dim in dims))
+    except (KeyError, RuntimeError, AssertionError):  # no such flattened dim; the error's class varies with the release
+        return None
+    mine = device_mesh.mesh[tuple(slice(None) if d in dims else c for d, c in enumerate(coordinate))]
+    return group if sorted(dist.get_process_group_ranks(group)) == sorted(mine.flatten().tolist()) else None

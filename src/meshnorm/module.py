@@ -1,0 +1,91 @@
+"""RMSNorm as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from meshnorm.functional import rms_norm
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm over the last dims of a plain tensor or of a DTensor in any layout.
+
+    A ``torch.nn.RMSNorm``: same arguments, parameter, state dict and defaults, so that one class name is all that
+    changes. That includes ``eps=None``, which is float32's machine epsilon (float64's for a float64 x); most models want
+    1e-5 or 1e-6, and ``rms_norm`` defaults to 1e-6.
+
+    Args:
+        normalized_shape: the sizes of the last dims of x, an int for one dim.
+        eps: added to the mean of the squares.
+        elementwise_affine: whether there is a weight of shape ``normalized_shape``.
+        device, dtype: of the weight.
+        offset: added to the weight; the weight starts at ``1 - offset``, so that the norm starts at a scale of 1.
+        casting_mode, hidden, weight_grad, output_placements, in_place: as in ``meshnorm.rms_norm``.
+
+    Shape:
+        x ``(*rows, *normalized_shape)`` -> y of the same shape and dtype, in x's layout.
+    """
+
+    # Class attributes, so that an instance of torch.nn.RMSNorm whose class was swapped has them too.
+    offset: float = 0.0
+    casting_mode: str = "llama"
+    hidden: str = "stats"
+    weight_grad: str = "auto"
+    output_placements: Sequence[Placement] | None = None
+    in_place: bool = False
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        hidden: str = "stats",
+        weight_grad: str = "auto",
+        output_placements: Sequence[Placement] | None = None,
+        in_place: bool = False,
+    ) -> None:
+        self.__dict__["offset"] = offset  # reset_parameters, called by the parent's __init__, reads it
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
+        self.offset = offset
+        self.casting_mode = casting_mode
+        self.hidden = hidden
+        self.weight_grad = weight_grad
+        self.output_placements = output_placements
+        self.in_place = in_place
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to ``1 - offset``."""
+        if self.elementwise_affine:
+            torch.nn.init.constant_(self.weight, 1.0 - self.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(
+            x,
+            self.weight,
+            self.eps,
+            offset=self.offset,
+            casting_mode=self.casting_mode,
+            normalized_shape=self.normalized_shape,
+            hidden=self.hidden,
+            weight_grad=self.weight_grad,
+            output_placements=self.output_placements,
+            in_place=self.in_place,
+        )
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        if self.offset:
+            text += f", offset={self.offset}"
+        return f"{text}, casting_mode={self.casting_mode!r}"

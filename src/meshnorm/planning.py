@@ -1,0 +1,306 @@
+"""What a layout costs, without running it: a route with sizes put in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate
+
+from meshnorm.errors import NormalizedShapeError, OptionError, PlacementError
+from meshnorm.formula import accumulation_dtype
+from meshnorm.functional import HIDDEN, WEIGHT_GRADS
+from meshnorm.geometry import chains, held, local_shape, local_size, shard_dim
+from meshnorm.layout import Mesh, Placements, Route, Step, backward_statistic_steps, normalize, route_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective.
+
+    Attributes:
+        kind: "all_reduce", "reduce_scatter" or "all_gather".
+        mesh_dim: the name of the mesh dim it runs over; several that share one process group are joined as in "dp_cp".
+        bytes: what one rank contributes, padding of uneven shards included.
+    """
+
+    kind: str
+    mesh_dim: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything lies and what is communicated, as data; ``print(plan)`` says it in words.
+
+    Equal layouts give equal plans, which can be used as keys.
+
+    Attributes:
+        shape, dtype: of x, globally. weight_dtype: of the weight, None without one.
+        mesh: name and size of each mesh dim.
+        x, y, dx, dw: placements, one for each mesh dim. ``dw`` is None where there is no weight gradient; for a plain
+            weight it is replicated where it is summed, and each rank's own sum where it is deferred.
+        forward, backward: the collectives in the order in which they run. ``backward`` takes dY to arrive in y's placement.
+        gathering: what a norm that first gathers x would communicate in its forward.
+        rows, columns: what one rank normalizes: how many rows, and how many numbers of each.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    weight_dtype: torch.dtype | None
+    mesh: tuple[tuple[str, int], ...]
+    x: Placements
+    y: Placements
+    dx: Placements | None
+    dw: Placements | None
+    forward: tuple[Collective, ...]
+    backward: tuple[Collective, ...]
+    gathering: tuple[Collective, ...]
+    rows: int
+    columns: int
+
+    def __str__(self) -> str:
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh)
+        lines = [
+            f"RMSNorm of {_words(self.dtype)}[{', '.join(map(str, self.shape))}] on mesh {mesh}",
+            f"  x         {_placement_words(self.x)}, a rank normalizes {self.rows} rows of {self.columns}",
+            f"  y         {_placement_words(self.y)}",
+            f"  dX        {'not needed' if self.dx is None else _placement_words(self.dx)}",
+            f"  dW        {'none' if self.dw is None else _placement_words(self.dw)}",
+            f"  forward   {_collective_words(self.forward)}",
+            f"  backward  {_collective_words(self.backward)}",
+            f"  gathering x first would take {_collective_words(self.gathering)} in the forward alone",
+        ]
+        return "\n".join(lines)
+
+
+def plan(
+    x_or_shape: Tensor | Sequence[int],
+    placements: Sequence[Placement] | None = None,
+    mesh: DeviceMesh | Mapping[str, int] | None = None,
+    *,
+    weight: Tensor | str | Sequence[Placement] | None = "replicated",
+    dtype: torch.dtype = torch.bfloat16,
+    weight_dtype: torch.dtype | None = None,
+    normalized_shape: int | Sequence[int] | None = None,
+    hidden: str = "stats",
+    weight_grad: str = "auto",
+    output_placements: Sequence[Placement] | None = None,
+    x_requires_grad: bool = True,
+    weight_requires_grad: bool = True,
+    coordinate: Sequence[int] | None = None,
+) -> Plan:
+    """The plan of ``rms_norm`` for a layout: placements of y, dX and dW, and the collectives of both passes in bytes.
+
+    It is pure arithmetic: no process group is needed, so that a laptop can plan a mesh of any size.
+
+    Args:
+        x_or_shape: a DTensor, from which placements, mesh and dtype are taken; or x's global shape.
+        placements: one for each mesh dim.
+        mesh: a DeviceMesh, or its sizes by name: ``{"dp": 2, "cp": 4}``. Sizes are taken to be all the ranks there are.
+        weight: "replicated" (a DTensor weight, replicated), "plain" (a plain tensor), None (no weight), placements (a
+            DTensor weight with these), or the weight itself.
+        dtype, weight_dtype: of x and of the weight, where they are not given as tensors. The weight's defaults to x's.
+        normalized_shape, hidden, weight_grad, output_placements: as in ``rms_norm``.
+        x_requires_grad, weight_requires_grad: False for a frozen x or weight, which costs no communication.
+        coordinate: which rank's bytes to state, by its place on the mesh; the first rank's by default, which holds the
+            most where shards are uneven.
+
+    Example:
+        >>> print(plan((8, 8192, 4096), [Shard(0), Shard(1)], {"dp": 2, "cp": 4}))  # doctest: +ELLIPSIS
+        RMSNorm of bfloat16[8, 8192, 4096] on mesh dp=2, cp=4
+        ...
+    """
+    if hidden not in HIDDEN or weight_grad not in WEIGHT_GRADS:
+        raise OptionError(f"hidden={hidden!r}, weight_grad={weight_grad!r}: choose from {HIDDEN} and {WEIGHT_GRADS}")
+    if isinstance(x_or_shape, DTensor):
+        placements, mesh, dtype = x_or_shape.placements, x_or_shape.device_mesh, x_or_shape.dtype
+        x_requires_grad = x_requires_grad and (x_or_shape.requires_grad or not torch.is_grad_enabled())
+    elif isinstance(x_or_shape, Tensor):
+        raise PlacementError("x is a plain tensor, which no mesh holds: give its shape, placements and a mesh")
+    if placements is None or mesh is None:
+        raise PlacementError("a shape alone has no layout: give placements and a mesh too")
+    shape = tuple(int(size) for size in getattr(x_or_shape, "shape", x_or_shape))  # type: ignore[arg-type]
+    facts = Mesh.of_sizes(dict(mesh)) if isinstance(mesh, Mapping) else _described(mesh)
+    normalized = _normalized(shape, weight, normalized_shape)
+    x_placements = normalize(placements, len(shape), facts, "x")
+    weight_placement, dtype_of_weight = _weight(weight, len(facts.sizes), weight_dtype or dtype)
+    if isinstance(weight_placement, tuple):
+        weight_placement = normalize(weight_placement, len(normalized), facts, "weight")
+    output = None if output_placements is None else normalize(output_placements, len(shape), facts, "output_placements")
+    route = route_of(
+        facts,
+        x_placements,
+        len(shape),
+        len(normalized),
+        weight_placement,
+        hidden,
+        weight_grad,
+        output,
+        x_requires_grad,
+        weight_requires_grad,
+    )
+    at = tuple(coordinate) if coordinate is not None else (0,) * len(facts.sizes)
+    return priced(route, shape, dtype, dtype_of_weight, x_requires_grad, at)
+
+
+@lru_cache(maxsize=4096)
+def priced(
+    route: Route,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    x_requires_grad: bool,
+    coordinate: tuple[int, ...],
+) -> Plan:
+    """A route with sizes put in, for the rank at ``coordinate``."""
+    mesh, ndim = route.mesh, route.normalized_ndim
+    hidden_shape = shape[len(shape) - ndim :]
+    accumulation = accumulation_dtype(dtype).itemsize
+    resolved = local_shape(shape, route.resolved, mesh.sizes, coordinate)
+    rows = math.prod(resolved[: len(shape) - ndim])
+    columns = math.prod(hidden_shape if route.gathers else resolved[len(shape) - ndim :])
+    statistic = tuple(_collective(mesh, step, rows * accumulation) for step in route.statistic_steps)
+    moves_x = _moves(route.x_steps, route.x, shape, mesh, coordinate, dtype.itemsize)
+    moves_weight: tuple[Collective, ...] = ()
+    if route.weight_steps and weight_dtype is not None:
+        assert isinstance(route.weight, tuple)
+        moves_weight = _moves(route.weight_steps, route.weight, hidden_shape, mesh, coordinate, weight_dtype.itemsize)
+    whole_dw = route.weight == "plain" or not route.weight_is_aligned
+    dw_numbers = math.prod(hidden_shape) if whole_dw else columns
+    dw = tuple(_collective(mesh, step, dw_numbers * accumulation) for step in route.dw_steps)
+    return Plan(
+        shape=shape,
+        dtype=dtype,
+        weight_dtype=weight_dtype,
+        mesh=tuple(zip(mesh.names, mesh.sizes, strict=True)),
+        x=route.x,
+        y=route.y,
+        dx=route.dx if x_requires_grad else None,
+        dw=route.dw,
+        forward=moves_x + moves_weight + statistic,
+        backward=(statistic if backward_statistic_steps(route, x_requires_grad) else ()) + dw,
+        gathering=_gathering(route, shape, coordinate, dtype.itemsize),
+        rows=rows,
+        columns=columns,
+    )
+
+
+def _collective(mesh: Mesh, step: Step, size: int) -> Collective:
+    return Collective(step.kind, "_".join(mesh.names[dim] for dim in step.mesh_dims), size)
+
+
+def _moves(
+    steps: Sequence[Step],
+    placements: Placements,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    coordinate: tuple[int, ...],
+    itemsize: int,
+) -> tuple[Collective, ...]:
+    """The collectives that reduce or gather a tensor, with what this rank contributes to each."""
+    dims = [list(chain) for chain in chains(placements, mesh.sizes, len(shape))]
+    local = list(local_shape(shape, placements, mesh.sizes, coordinate))
+    found = []
+    for step in steps:
+        onto = step.tensor_dim
+        if onto is None:
+            found.append(_collective(mesh, step, math.prod(local) * itemsize))
+            continue
+        (dim,) = step.mesh_dims
+        parts = mesh.sizes[dim]
+        others = math.prod(local[:onto]) * math.prod(local[onto + 1 :])
+        if step.kind == "reduce_scatter":
+            longest = -(-local[onto] // parts)
+            found.append(_collective(mesh, step, others * longest * parts * itemsize))
+            local[onto] = max(0, min(longest, local[onto] - longest * coordinate[dim]))
+            continue
+        split = dims[onto].pop()
+        whole = local_size(shape[onto], dims[onto], mesh.sizes, coordinate)
+        first = (0,) * len(mesh.sizes)
+        longest = sum(stop - start for start, stop in held(whole, (split,), mesh.sizes, first))
+        found.append(_collective(mesh, step, others * longest * itemsize))
+        local[onto] = whole
+    return tuple(found)
+
+
+def _gathering(
+    route: Route, shape: tuple[int, ...], coordinate: tuple[int, ...], itemsize: int
+) -> tuple[Collective, ...]:
+    """What replicating x, in the layout in which it is given, would communicate."""
+    steps = []
+    for dim in reversed(range(len(route.x))):
+        if route.mesh.sizes[dim] == 1:
+            continue
+        onto = shard_dim(route.x[dim], len(shape))
+        if onto is not None:
+            steps.append(Step("all_gather", "x", (dim,), tensor_dim=onto))
+        elif route.x[dim].is_partial():
+            steps.append(Step("all_reduce", "x", (dim,)))
+    return _moves(steps, route.x, shape, route.mesh, coordinate, itemsize)
+
+
+def _described(mesh: DeviceMesh) -> Mesh:
+    from meshnorm.meshes import describe
+
+    return describe(mesh)
+
+
+def _normalized(
+    shape: tuple[int, ...], weight: Any, normalized_shape: int | Sequence[int] | None
+) -> tuple[int, ...]:
+    if normalized_shape is not None:
+        found = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    else:
+        found = tuple(weight.shape) if isinstance(weight, Tensor) else shape[-1:]
+    if not found or 0 in found or shape[len(shape) - len(found) :] != found:
+        raise NormalizedShapeError(f"normalized_shape is {found}, but x has shape {shape}: its last dims must be these")
+    return found
+
+
+def _weight(weight: Any, mesh_ndim: int, dtype: torch.dtype) -> tuple[Any, torch.dtype | None]:
+    """(what route_of takes for the weight, its dtype)."""
+    if weight is None:
+        return None, None
+    if isinstance(weight, DTensor):
+        return tuple(weight.placements), weight.dtype
+    if isinstance(weight, Tensor):
+        return "plain", weight.dtype
+    if weight == "plain":
+        return "plain", dtype
+    if weight == "replicated":
+        return (Replicate(),) * mesh_ndim, dtype
+    if isinstance(weight, str):
+        raise OptionError(f'weight is {weight!r}: choose "replicated", "plain", None, placements, or give the tensor')
+    return tuple(weight), dtype
+
+
+def _words(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _placement_words(placements: Placements) -> str:
+    return "(" + ", ".join(map(str, placements)) + ")"
+
+
+def _collective_words(collectives: Sequence[Collective]) -> str:
+    if not collectives:
+        return "no communication"
+    return ", ".join(f"{c.kind} over {c.mesh_dim} of {_byte_words(c.bytes)}" for c in collectives)
+
+
+def _byte_words(size: int) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024  # type: ignore[assignment]
+    raise AssertionError
