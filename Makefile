@@ -2,8 +2,7 @@
 # given Python 3.11 and make. TORCH picks the torch release: `TORCH=2.14.1 make test`.
 
 TORCH  ?= 2.13.0
-RANKS  ?= 4
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -26,8 +25,8 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet "torch==$(TORCH)" -e ".[dev]"
 	@touch $@
 
-demo: $(READY) ## train a small language model on a context-parallel x tensor-parallel mesh
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_context_parallel.py
+demo: $(READY) ## train a small language model on a mesh of four CPU ranks
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_context_parallel.py
 
 test: lint types pytest ## ruff, pyright, pytest
 

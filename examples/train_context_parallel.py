@@ -19,6 +19,7 @@ import os
 import pydoc_data.topics
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from tqdm import tqdm
 
 import meshnorm
@@ -43,12 +44,22 @@ NORM = (Replicate(), Shard(0))  # the weight of a norm whose rows are cut
 HEAD_NORM = (Replicate(), Replicate())  # the weight of a norm within a head
 SUMMED = (Partial(), Shard(1))  # the gradient of a MATRIX: each cp rank has that of its own tokens
 
-# Rounding alone may part the losses, since the mesh adds in another order. Relative, over 120 steps: 3e-7. Where the
+# Rounding alone may part the losses, since the mesh adds in another order. Relative, over 100 steps: 3e-7. Where the
 # norms' weight gradients lack one rank's part it is 1e-5 after 4 steps, 1e-3 after 16.
 TOLERANCE = 1e-5
 
 
-# --- the model: one text for plain tensors and for DTensors ------------------------------------------------------------
+# --- the model: one text for plain tensors and for DTensors -------------------------------------------------
+
+
+def local(x: Tensor, gradient: tuple[Placement, ...] | None = None) -> Tensor:
+    """This rank's part of a DTensor. ``gradient`` says what its gradient is, where that is not placed as x is.
+
+    A weight that is replicated over cp needs it: to_local() alone would call the gradient of each rank's own tokens
+    replicated too, and all but one rank's would be lost without a word.
+    """
+    assert isinstance(x, DTensor)
+    return x.to_local(grad_placements=gradient)
 
 
 class Linear(nn.Linear):
@@ -60,8 +71,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(x, DTensor):
             return F.linear(x, self.weight)
-        # to_local() alone would call the weight's gradient replicated over cp, and lose the other ranks' part of it.
-        product = F.linear(x.to_local(), self.weight.to_local(grad_placements=SUMMED))
+        product = F.linear(local(x), local(self.weight, SUMMED))
         summands = DTensor.from_local(product, x.device_mesh, (Shard(1), Partial()), run_check=False)
         return summands.redistribute(placements=STREAM)
 
@@ -70,11 +80,11 @@ class Embedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         if not isinstance(tokens, DTensor):
             return F.embedding(tokens, self.weight)
-        rows = F.embedding(tokens.to_local(), self.weight.to_local(grad_placements=SUMMED))
+        rows = F.embedding(local(tokens), local(self.weight, SUMMED))
         return DTensor.from_local(rows, tokens.device_mesh, STREAM, run_check=False)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attention(q: Any, k: Any, v: Any) -> Tensor:
     """Causal attention. [batch, sequence, heads, head_dim] -> [batch, sequence, hidden].
 
     On the mesh each rank has all heads of its tp part and the queries of its cp part of the sequence. Keys and values
@@ -83,11 +93,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if not isinstance(q, DTensor):
         return causal_attention(q, k, v, first=0)
     mesh = q.device_mesh
-    k, v = (
-        t.redistribute(placements=WHOLE_SEQUENCE).to_local(grad_placements=(Partial(), Shard(2)))  # type: ignore[attr-defined]
-        for t in (k, v)
-    )
-    q = q.to_local()
+    k, v = (local(t.redistribute(placements=WHOLE_SEQUENCE), (Partial(), Shard(2))) for t in (k, v))
+    q = local(q)
     out = causal_attention(q, k, v, first=mesh.get_local_rank("cp") * q.shape[1])
     return DTensor.from_local(out, mesh, STREAM, run_check=False)
 
@@ -170,7 +177,7 @@ def on_mesh(model: Decoder, mesh: DeviceMesh) -> Decoder:
     return model
 
 
-# --- training ----------------------------------------------------------------------------------------------------------
+# --- training -----------------------------------------------------------------------------------------------
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, target: Tensor) -> float:
@@ -185,7 +192,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tenso
     return loss.item()
 
 
-def batches(steps: int, batch: int, sequence: int, seed: int):
+def batches(steps: int, batch: int, sequence: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """(tokens, the bytes that follow each) of random places in Python's own manual; the same on every rank."""
     text = "".join(pydoc_data.topics.topics.values()).encode()
     text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
@@ -196,21 +203,22 @@ def batches(steps: int, batch: int, sequence: int, seed: int):
         yield window[:, :-1], window[:, 1:]
 
 
-# --- what the norms communicate ----------------------------------------------------------------------------------------
+# --- what the norms communicate -----------------------------------------------------------------------------
 
 
 class Watch:
     """Over one step: what each norm planned to communicate, what it did, and what one that gathers x would have.
 
-    A norm's plan is asked for before its call. All collectives of the step are recorded in order, so those of a norm are
-    the ones between entering it and leaving it, in the forward and in the backward.
+    A norm's plan is asked for before its call. All collectives of the step are recorded in order, so that those of a
+    norm are the ones between entering it and leaving it, in the forward and in the backward.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, mesh: DeviceMesh):
         self.planned: dict[str, list[Collective]] = {"forward": [], "backward": []}
         self.seen: dict[str, list[Collective]] = {"forward": [], "backward": []}
         self.gathering: list[Collective] = []
-        self.recorder = Recorder()
+        self.norms, self.silent = 0, 0
+        self.recorder = Recorder(mesh)
         self.entered_at = 0
         self.hooks = []
         for module in model.modules():
@@ -223,8 +231,10 @@ class Watch:
                     module.register_full_backward_hook(lambda *_: self.leave("backward")),
                 ]
 
-    def plan(self, norm: nn.Module, inputs: tuple[Tensor]) -> None:
+    def plan(self, norm: nn.RMSNorm, inputs: tuple[Tensor]) -> None:
         plan = meshnorm.plan(inputs[0], weight=norm.weight)
+        self.norms += 1
+        self.silent += not plan.forward + plan.backward
         self.planned["forward"] += plan.forward
         self.planned["backward"] += plan.backward
         self.gathering += plan.gathering
@@ -248,12 +258,16 @@ class Watch:
         return all(Counter(self.seen[way]) == Counter(self.planned[way]) for way in ("forward", "backward"))
 
     def report(self) -> str:
-        lines = ["What the norms communicated in the first step, a rank's own bytes:"]
+        lines = [
+            f"{self.norms} norms ran in the first step, {self.silent} of them without any communication (planned)."
+        ]
+        lines.append("Their collectives, with the bytes that one rank contributes:")
         for way in ("forward", "backward"):
             lines += table(f"{way}, planned", self.planned[way]) + table(f"{way}, seen", self.seen[way])
         lines += table("gathering x, forward alone", self.gathering)
         ours, theirs = (sum(c.bytes for c in found) for found in (self.seen["forward"], self.gathering))
-        lines.append(f"Gathering x first would have moved {theirs / max(ours, 1):,.0f} times the bytes in the forward.")
+        times = f", {theirs / ours:,.0f} times as much" if ours else ""
+        lines.append(f"Forward, ours moved {ours:,} bytes; norms that gather x first move {theirs:,}{times}.")
         return "\n".join(lines)
 
 
@@ -266,7 +280,11 @@ def table(title: str, collectives: list[Collective]) -> list[str]:
     return lines or [f"  {title:<28}  0"]
 
 
-# --- the run -----------------------------------------------------------------------------------------------------------
+# --- the run ------------------------------------------------------------------------------------------------
+
+
+def mark(good: bool) -> str:
+    return "✓" if good else "✗"
 
 
 def main() -> int:
@@ -289,7 +307,7 @@ def main() -> int:
     if args.sequence % args.cp or args.heads % args.tp or args.hidden % (2 * args.heads):
         parser.error("cp must divide --sequence, tp --heads, and twice the heads --hidden")
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh(device, (args.cp, args.tp), mesh_dim_names=("cp", "tp"))
@@ -308,7 +326,7 @@ def main() -> int:
     if first:
         count = sum(parameter.numel() for parameter in alone.parameters())
         print(f"{count:,} weights on a mesh of cp={args.cp} × tp={args.tp} {device} ranks, torch {torch.__version__}")
-    worst, watch = 0.0, Watch(model)
+    worst, watch = 0.0, Watch(model, mesh)
     # Where nobody watches (no terminal), the lines alone.
     progress = tqdm(total=args.steps, unit="step", disable=None if first else True, dynamic_ncols=True)
     for step, (tokens, following) in enumerate(batches(args.steps, args.batch, args.sequence, args.seed), 1):
@@ -332,8 +350,8 @@ def main() -> int:
 
     print(f"\n{watch.report()}\n")
     same, kept = worst <= TOLERANCE, watch.kept_to_plan
-    print(f"{'✓' if same else '✗'} the losses differ by {worst:.1e} of their size at most; {TOLERANCE:.0e} is allowed")
-    print(f"{'✓' if kept else '✗'} the norms communicated {'exactly' if kept else 'something other than'} what they planned")
+    print(f"{mark(same)} the losses differ by {worst:.1e} of their size at most; {TOLERANCE:.0e} is allowed")
+    print(f"{mark(kept)} the norms communicated {'exactly' if kept else 'something other than'} what they planned")
     return 0 if same and kept else 1
 
 

@@ -1,8 +1,8 @@
 """The collectives of a route on local tensors, padded where shards are uneven.
 
-They are the functional collectives that DTensor itself issues (``torch.ops._c10d_functional``, torch 2.11 to 2.14): they
-can be traced by torch.compile, counted by ``CommDebugMode``, and take a group by its name. Private to torch, and used here
-alone.
+They are the functional collectives that DTensor itself issues (``torch.ops._c10d_functional``, torch 2.11 to 2.14):
+they can be traced by torch.compile, counted by ``CommDebugMode``, and take a group by its name. Private to torch, and
+used here alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def all_reduce(local: Tensor, op: str, group: str, parts: int) -> Tensor:
 
 
 def reduce_scatter(local: Tensor, op: str, group: str, sizes: Sequence[int], index: int, dim: int) -> Tensor:
-    """The reduction of ``local``, of which this rank keeps the ``index``-th of ``sizes`` consecutive parts of ``dim``."""
+    """The reduction of ``local``, of which this rank keeps the ``index``-th part of ``dim``, cut into ``sizes``."""
     longest = max(sizes)
     parts = [_padded(part, dim, longest) for part in local.split(list(sizes), dim)]
     stacked = torch.stack(parts)
@@ -46,6 +46,8 @@ def all_gather(local: Tensor, group: str, pieces: Sequence[Sequence[Interval]], 
         for start, stop in piece:
             found.append((start, gathered[rank].narrow(dim, at, stop - start)))
             at += stop - start
+    if not found:  # a dim of size 0
+        return local
     return torch.cat([part for _, part in sorted(found, key=lambda entry: entry[0])], dim)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # FakeTensorMode, CommDebugMode, selective checkpointing, make_fx
-_function_transform = torch._C._functorch.peek_interpreter_stack  # torch.func.grad, vmap, functionalize
+_function_transform = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined] # torch.func.grad, vmap, functionalize
 _jit_tracing = torch._C._get_tracing_state  # torch.jit.trace, which would record nothing of a direct kernel call
 
 

@@ -12,7 +12,8 @@ and, for a gradient dY of y::
     dX = (dY · (w + offset) − x̂ · c) · rstd
     dW = Σ over the rows of dY · x̂
 
-Without a weight y = x̂, whatever the offset. (Zhang & Sennrich, "Root Mean Square Layer Normalization", 2019, with the offset of the Gemma family.)
+Without a weight y = x̂, whatever the offset. (Zhang & Sennrich, "Root Mean Square Layer Normalization", 2019; the offset
+is the Gemma family's.)
 
 A casting mode says where a result is rounded to x's dtype. Statistics and sums are always in the accumulation dtype:
 float32, or float64 for a float64 x.

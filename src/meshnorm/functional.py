@@ -51,22 +51,22 @@ def rms_norm(
     The formula is that of Zhang & Sennrich (2019); the offset is the Gemma family's. ``meshnorm.formula`` defines it.
 
     Args:
-        x: shape ``(*rows, *normalized_shape)``; float64, float32, bfloat16 or float16; any strides. A plain tensor, or a
-            DTensor of any placements.
+        x: shape ``(*rows, *normalized_shape)``; float64, float32, bfloat16 or float16; any strides. A plain tensor, or
+            a DTensor of any placements.
         weight: shape ``normalized_shape``, any of these dtypes, not necessarily x's; None for a norm without weight. A
             plain tensor, or for a DTensor x also a DTensor on x's mesh.
-        eps: added to the mean of the squares, 0 or more. None is ``torch.finfo`` of the accumulation dtype's ``eps``, as
-            in ``torch.nn.RMSNorm``.
+        eps: added to the mean of the squares, 0 or more. None is ``torch.finfo`` of the accumulation dtype's ``eps``,
+            as in ``torch.nn.RMSNorm``.
         offset: added to the weight in the accumulation dtype (float32; float64 for a float64 x). 1.0 for Gemma. Without
             a weight it is not used.
         casting_mode: where results are rounded to x's dtype. ``"llama"``: x̂, then the product. ``"gemma"``: the product
             alone. ``"none"``: x̂, the weight and the product. Statistics are always in the accumulation dtype.
-        normalized_shape: the dims that are normalized, the last ones of x. Defaults to the weight's shape, or to x's last
-            dim where there is no weight.
-        hidden: what happens where a mesh dim shards the normalized dims. ``"stats"``: one number a row is exchanged each
-            way and y keeps x's layout. ``"gather"``: x is gathered and y is replicated on that mesh dim.
-        weight_grad: ``"deferred"`` leaves the weight's gradient as ``Partial("sum")`` over the mesh dims that shard rows
-            (a DTensor weight), or as the sum over the rank's own rows (a plain weight). ``"reduced"`` sums it over all
+        normalized_shape: the dims that are normalized, the last ones of x. Defaults to the weight's shape, or to x's
+            last dim where there is no weight.
+        hidden: what happens where a mesh dim shards the normalized dims. ``"stats"``: one number a row is exchanged
+            each way and y keeps x's layout. ``"gather"``: x is gathered and y is replicated on that mesh dim.
+        weight_grad: ``"deferred"`` leaves the weight's gradient as ``Partial("sum")`` over the mesh dims that shard
+            rows (a DTensor weight), or as the sum over the rank's own rows (a plain weight). ``"reduced"`` sums it over all
             these mesh dims, in the accumulation dtype. ``"auto"``: deferred for a DTensor weight, reduced for a plain
             weight beside a DTensor x. Between plain tensors there is nothing to reduce.
         output_placements: y's placements, to choose how a partial x is reduced: ``Replicate()`` (the default) or
@@ -78,8 +78,8 @@ def rms_norm(
 
     Raises:
         DTypeError, NormalizedShapeError, WeightShapeError, EpsError, OffsetError, CastingModeError, OptionError,
-        DeviceError, MixedTensorError, MeshMismatchError, PlacementError, UnreachableLayoutError: see ``meshnorm.errors``.
-        All are raised from metadata that ranks share, before any communication.
+        DeviceError, MixedTensorError, MeshMismatchError, PlacementError, UnreachableLayoutError: see
+        ``meshnorm.errors``. All are raised from metadata that ranks share, before any communication.
 
     Example:
         >>> x, w = torch.randn(2, 8, 16), torch.ones(16)
@@ -93,7 +93,16 @@ def rms_norm(
         from meshnorm.sharded import sharded_rms_norm
 
         return sharded_rms_norm(
-            x, weight, eps, float(offset), casting_mode, ndim, hidden, weight_grad, output_placements, in_place
+            x,  # type: ignore[arg-type]
+            weight,
+            eps,
+            float(offset),
+            casting_mode,
+            ndim,
+            hidden,
+            weight_grad,
+            output_placements,
+            in_place,
         )
     if is_dtensor(weight):
         raise MixedTensorError(
@@ -131,8 +140,8 @@ def _check_normalized(x: Tensor, weight: Tensor | None, normalized_shape: int | 
     if tuple(x.shape[x.ndim - ndim :] if ndim <= x.ndim else ()) != shape:
         if normalized_shape is None and weight is not None:
             raise WeightShapeError(
-                f"weight has shape {shape}, but the last dims of x, of shape {tuple(x.shape)}, differ: pass a weight of "
-                f"the shape of the dims that are to be normalized"
+                f"weight has shape {shape}, but the last dims of x, of shape {tuple(x.shape)}, differ: pass a weight "
+                f"of the shape of the dims that are to be normalized"
             )
         raise NormalizedShapeError(
             f"normalized_shape is {shape}, but x has shape {tuple(x.shape)}, whose last dims differ"
@@ -175,6 +184,6 @@ def _check_numbers(
 def _check_meshes(x: Any, weight: Any) -> None:
     if is_dtensor(weight) and weight.device_mesh != x.device_mesh:
         raise MeshMismatchError(
-            f"weight is on {weight.device_mesh} but x is on {x.device_mesh}: redistribute or rebuild one of them on the "
-            f"other's mesh"
+            f"weight is on {weight.device_mesh} but x is on {x.device_mesh}: redistribute or rebuild one of them on "
+            f"the other's mesh"
         )

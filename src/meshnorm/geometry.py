@@ -1,7 +1,8 @@
 """Which part of a tensor a rank holds: shard sizes and index ranges from placements. Pure arithmetic.
 
 A tensor dim that several mesh dims shard is split in mesh order, each splitting what the one before it left: the
-*chain* of that tensor dim, a tuple of Split. A split cuts into chunks of ceil(size / parts), as ``torch.chunk`` does, so
+*chain* of that tensor dim, a tuple of Split. A split cuts into chunks of ceil(size / parts), as ``torch.chunk`` does,
+so
 the last ranks may hold less, or nothing: size 5 on 4 ranks gives 2, 2, 1, 0.
 """
 
@@ -26,7 +27,8 @@ Interval = tuple[int, int]
 def shard_dim(placement: Any, ndim: int) -> int | None:
     """The tensor dim that a placement shards, counted from the front; None where it shards none.
 
-    ``_StridedShard`` is a shard here: it is no subclass of ``Shard`` from torch 2.12 on, and its ``is_shard()`` is False.
+    ``_StridedShard`` is a shard here: it is no subclass of ``Shard`` from torch 2.12 on, and its ``is_shard()`` is
+    False.
     """
     dim = getattr(placement, "dim", None)
     if dim is None:
@@ -64,8 +66,10 @@ def _chunk(intervals: tuple[Interval, ...], parts: int, index: int) -> tuple[Int
     return tuple(taken)
 
 
-def held(size: int, chain: Sequence[Split], mesh_sizes: Sequence[int], coordinate: Sequence[int]) -> tuple[Interval, ...]:
-    """The [start, stop) ranges of a dim of ``size`` that the rank at ``coordinate`` holds, in the order it holds them."""
+def held(
+    size: int, chain: Sequence[Split], mesh_sizes: Sequence[int], coordinate: Sequence[int]
+) -> tuple[Interval, ...]:
+    """The [start, stop) ranges of a dim of ``size`` that the rank at ``coordinate`` holds, in its order."""
     mine: tuple[Interval, ...] = ((0, size),) if size else ()
     for split in chain:
         parts, index = mesh_sizes[split.mesh_dim], coordinate[split.mesh_dim]

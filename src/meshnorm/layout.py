@@ -19,13 +19,12 @@ with sizes put in. ``sharded.py`` carries out the route, and ``plan()`` prints t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from meshnorm.errors import OptionError, PlacementError, UnreachableLayoutError
+from meshnorm.errors import PlacementError, UnreachableLayoutError
 from meshnorm.geometry import Split, chains, shard_dim, split_factor
 
 Placements = tuple[Placement, ...]
@@ -60,13 +59,29 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Step:
-    """One collective of a route. ``tensor`` is what it moves: "x", "weight", "statistic" or "dw"."""
+    """One collective, before sizes are known."""
 
     kind: str
-    tensor: str
     mesh_dims: tuple[int, ...]
     reduce_op: str = "sum"
     tensor_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class Move:
+    """How a tensor gets from one layout to another: collectives, then a local cut.
+
+    ``have`` are the chains of each tensor dim before the collectives, ``cut`` the splits that are made after them.
+    """
+
+    steps: tuple[Step, ...]
+    have: tuple[tuple[Split, ...], ...]
+    kept: tuple[tuple[Split, ...], ...]
+    cut: tuple[tuple[Split, ...], ...]
+
+    @property
+    def is_nothing(self) -> bool:
+        return not self.steps and not any(self.cut)
 
 
 @dataclass(frozen=True)
@@ -83,17 +98,23 @@ class Route:
     weight: WeightPlacement
     weight_is_aligned: bool
     hidden_chains: tuple[tuple[Split, ...], ...]
-    weight_chains: tuple[tuple[Split, ...], ...]
-    x_steps: tuple[Step, ...]
-    weight_steps: tuple[Step, ...]
+    x_move: Move
+    weight_move: Move | None
     statistic_steps: tuple[Step, ...]
     dw_steps: tuple[Step, ...]
-    gathers: bool = field(default=False)
+    gathers: bool
 
     @property
     def splits_hidden(self) -> bool:
         """Whether a rank holds only a slice of each row while it normalizes, so that statistics are exchanged."""
         return any(self.hidden_chains) and not self.gathers
+
+    @property
+    def sums_whole_weight(self) -> bool:
+        """Whether dW is summed at the weight's full size: where the weight is plain, or not placed as the route needs
+        it.
+        """
+        return self.weight == "plain" or not self.weight_is_aligned
 
 
 def normalize(placements: Sequence[Placement], ndim: int, mesh: Mesh, what: str) -> Placements:
@@ -144,7 +165,7 @@ def route_of(
     ``output_placements`` differs from what the layout table gives, other than in how a partial x is reduced.
     """
     rows_ndim = ndim - normalized_ndim
-    resolved, x_steps = _resolve_partial(mesh, x, ndim, output_placements)
+    resolved = _resolve_partial(mesh, x, ndim, output_placements)
     kinds = [_kind(mesh, resolved, dim, rows_ndim, ndim) for dim in range(len(resolved))]
     row_dims = tuple(dim for dim, kind in enumerate(kinds) if kind == "row")
     hidden_dims = tuple(dim for dim, kind in enumerate(kinds) if kind == "hidden")
@@ -153,20 +174,15 @@ def route_of(
     y = resolved
     hidden_chains = chains(resolved, mesh.sizes, ndim)[rows_ndim:]
     if gathers:
-        for dim in reversed(hidden_dims):
-            x_steps += (Step("all_gather", "x", (dim,), tensor_dim=shard_dim(resolved[dim], ndim)),)
-        y = tuple(
-            Replicate() if (d := shard_dim(p, ndim)) is not None and d >= rows_ndim else p for p in resolved
-        )
+        y = tuple(Replicate() if (d := shard_dim(p, ndim)) is not None and d >= rows_ndim else p for p in resolved)
     _check_output(mesh, x, y, output_placements, ndim, rows_ndim, gathers)
 
     statistic_steps: tuple[Step, ...] = ()
     if not gathers:
-        statistic_steps = tuple(Step("all_reduce", "statistic", dims) for dims in mesh.groups(hidden_dims))
+        statistic_steps = tuple(Step("all_reduce", dims) for dims in mesh.groups(hidden_dims))
 
-    aligned, weight_chains, weight_steps = _weight_route(
-        mesh, weight, normalized_ndim, () if gathers else hidden_chains
-    )
+    wanted = tuple(() for _ in hidden_chains) if gathers else hidden_chains
+    aligned, weight_move = _weight_route(mesh, weight, wanted)
     dw, dw_steps = None, ()
     if weight is not None and weight_requires_grad:
         split = [] if gathers else list(hidden_dims)
@@ -197,9 +213,8 @@ def route_of(
         weight=weight,
         weight_is_aligned=aligned,
         hidden_chains=hidden_chains,
-        weight_chains=weight_chains,
-        x_steps=x_steps,
-        weight_steps=weight_steps,
+        x_move=move(mesh, x, y, ndim),
+        weight_move=weight_move,
         statistic_steps=statistic_steps,
         dw_steps=dw_steps,
         gathers=gathers and bool(hidden_dims),
@@ -212,22 +227,63 @@ def backward_statistic_steps(route: Route, x_requires_grad: bool) -> tuple[Step,
 
 
 def _dw_sum(mesh: Mesh, dims: Sequence[int]) -> tuple[Step, ...]:
-    return tuple(Step("all_reduce", "dw", group) for group in mesh.groups(dims))
+    return tuple(Step("all_reduce", group) for group in mesh.groups(dims))
 
 
 def _kind(mesh: Mesh, placements: Placements, mesh_dim: int, rows_ndim: int, ndim: int) -> str:
-    """ "row", "hidden" or "replicated": what the mesh dim shards, after partials are resolved. Size 1 shards nothing."""
+    """ "row", "hidden" or "replicated": what a mesh dim shards, partials being resolved; size 1 shards nothing."""
     dim = shard_dim(placements[mesh_dim], ndim)
     if dim is None or mesh.sizes[mesh_dim] == 1:
         return "replicated"
     return "row" if dim < rows_ndim else "hidden"
 
 
-def _resolve_partial(
-    mesh: Mesh, x: Placements, ndim: int, output: Placements | None
-) -> tuple[Placements, tuple[Step, ...]]:
-    """x's placements once its partial mesh dims are reduced, and the collectives of that, in mesh order."""
-    resolved, steps = list(x), []
+def move(mesh: Mesh, have: Placements, want: Placements, ndim: int) -> Move:
+    """How a tensor of ``ndim`` dims gets from placements ``have`` to ``want``, which has no partial dim.
+
+    Partial mesh dims are reduced first: by a reduce-scatter where ``want`` shards there and everything that splits the
+    same tensor dim earlier is in place already, else by an all-reduce. Then, for each tensor dim, the splits that
+    ``have`` and ``want`` share are kept, the others gathered, last first, and what ``want`` splits further is cut
+    locally.
+    """
+    return _move(mesh, have, chains(want, mesh.sizes, ndim))
+
+
+@lru_cache(maxsize=4096)
+def _move(mesh: Mesh, have: Placements, want: tuple[tuple[Split, ...], ...]) -> Move:
+    ndim = len(want)
+    before = chains(have, mesh.sizes, ndim)
+    current = [list(chain) for chain in before]
+    steps = []
+    for dim, placement in enumerate(have):
+        if not placement.is_partial() or mesh.sizes[dim] == 1:
+            continue
+        op = getattr(placement, "reduce_op", "sum")
+        split = Split(dim)
+        onto = next(
+            (d for d, chain in enumerate(want) if split in chain and list(chain[: chain.index(split)]) == current[d]),
+            None,
+        )
+        if onto is None:
+            steps.append(Step("all_reduce", (dim,), op))
+        else:
+            steps.append(Step("reduce_scatter", (dim,), op, onto))
+            current[onto].append(split)
+    kept = []
+    for d, (chain, wanted) in enumerate(zip(current, want, strict=True)):
+        shared = 0
+        while shared < min(len(chain), len(wanted)) and chain[shared] == wanted[shared]:
+            shared += 1
+        for split in reversed(chain[shared:]):
+            steps.append(Step("all_gather", (split.mesh_dim,), tensor_dim=d))
+        kept.append(tuple(chain[:shared]))
+    cut = tuple(wanted[len(shared) :] for shared, wanted in zip(kept, want, strict=True))
+    return Move(tuple(steps), before, tuple(kept), cut)
+
+
+def _resolve_partial(mesh: Mesh, x: Placements, ndim: int, output: Placements | None) -> Placements:
+    """x's placements once its partial mesh dims are reduced, as ``output`` asks where it can be followed."""
+    resolved = list(x)
     for dim, placement in enumerate(x):
         if not placement.is_partial():
             continue
@@ -238,24 +294,18 @@ def _resolve_partial(
                 f"output_placements asks for {wanted} on mesh dim {mesh.names[dim]!r}, where x is partial: "
                 f"a partial x can become Replicate() or Shard(d) there"
             )
-        op = getattr(placement, "reduce_op", "sum")
-        active = mesh.sizes[dim] > 1
         if onto is None:
             resolved[dim] = Replicate()
-            if active:
-                steps.append(Step("all_reduce", "x", (dim,), op))
             continue
         later = [d for d in range(dim + 1, len(x)) if shard_dim(x[d], ndim) == onto and mesh.sizes[d] > 1]
-        if active and later:
+        if mesh.sizes[dim] > 1 and later:
             raise UnreachableLayoutError(
                 f"output_placements asks for {wanted} on mesh dim {mesh.names[dim]!r}, but the later mesh dim "
                 f"{mesh.names[later[0]]!r} shards the same tensor dim already, and shards are cut in mesh order: "
                 f"ask for Replicate() or another dim, or redistribute x first"
             )
         resolved[dim] = Shard(onto)
-        if active:
-            steps.append(Step("reduce_scatter", "x", (dim,), op, onto))
-    return tuple(resolved), tuple(steps)
+    return tuple(resolved)
 
 
 def _check_output(
@@ -273,41 +323,21 @@ def _check_output(
         elif gathers:
             way_out = 'hidden="gather" gives Replicate() there'
         raise UnreachableLayoutError(
-            f"output_placements asks for {wanted} on mesh dim {mesh.names[dim]!r}, but x is {x[dim]} there and the norm "
-            f"keeps its layout, which gives {given}: {way_out}"
+            f"output_placements asks for {wanted} on mesh dim {mesh.names[dim]!r}, but x is {x[dim]} there and the "
+            f"norm keeps its layout, which gives {given}: {way_out}"
         )
 
 
 def _weight_route(
-    mesh: Mesh, weight: WeightPlacement, normalized_ndim: int, hidden_chains: tuple[tuple[Split, ...], ...]
-) -> tuple[bool, tuple[tuple[Split, ...], ...], tuple[Step, ...]]:
-    """(whether the weight can be used without communication, its own chains, the collectives that replicate it)."""
-    whole = tuple(() for _ in range(normalized_ndim))
-    if weight is None or isinstance(weight, str):
-        return weight is None, whole, ()
-    own = chains(weight, mesh.sizes, normalized_ndim)
-    wanted = hidden_chains or whole
-    partial = any(p.is_partial() and mesh.sizes[dim] > 1 for dim, p in enumerate(weight))
-    if not partial and all(mine in ((), x) for mine, x in zip(own, wanted, strict=True)):
-        return True, own, ()
-    steps = []
-    for dim in reversed(range(len(weight))):
-        placement = weight[dim]
-        if mesh.sizes[dim] == 1:
-            continue
-        if placement.is_partial():
-            steps.append(Step("all_reduce", "weight", (dim,), getattr(placement, "reduce_op", "sum")))
-        elif (onto := shard_dim(placement, normalized_ndim)) is not None:
-            steps.append(Step("all_gather", "weight", (dim,), tensor_dim=onto))
-    return False, own, tuple(steps)
-
-
-def check_options(hidden: Any, weight_grad: Any) -> None:
-    """Raises OptionError for a value of ``hidden`` or ``weight_grad`` that does not exist."""
-    if hidden not in ("stats", "gather"):
-        raise OptionError(f'hidden={hidden!r}: choose "stats" (one number a row is exchanged) or "gather"')
-    if weight_grad not in ("auto", "deferred", "reduced"):
-        raise OptionError(f'weight_grad={weight_grad!r}: choose "auto", "deferred" or "reduced"')
+    mesh: Mesh, weight: WeightPlacement, wanted: tuple[tuple[Split, ...], ...]
+) -> tuple[bool, Move | None]:
+    """(whether a DTensor weight can be used without communication, how it gets to the layout that the rows need)."""
+    if weight is None:
+        return True, None
+    if isinstance(weight, str):
+        return False, _move(mesh, (Replicate(),) * len(mesh.sizes), wanted)
+    found = _move(mesh, weight, wanted)
+    return not found.steps, found
 
 
 def _mesh_words(mesh: Mesh) -> str:

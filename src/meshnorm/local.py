@@ -26,7 +26,7 @@ def local_rms_norm(
 
 class _LocalRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, weight, eps, offset, casting_mode, ndim, in_place):  # noqa: ANN001
+    def forward(ctx: Any, x, weight, eps, offset, casting_mode, ndim, in_place):
         y, rstd = ops.forward.direct(x, weight, eps, offset, casting_mode, ndim)  # type: ignore[attr-defined]
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset, ctx.ndim, ctx.in_place = offset, ndim, in_place
@@ -76,7 +76,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.mark_non_differentiable(output[1])
 
 
-def _op_backward(ctx: Any, dy: Tensor, _: Any):  # noqa: ANN202
+def _op_backward(ctx: Any, dy: Tensor, _: Any):
     x, weight, rstd = ctx.saved_tensors
     needs_dx, needs_dw = ctx.needs_input_grad[:2]
     dw_dtype = weight.dtype if needs_dw else x.dtype

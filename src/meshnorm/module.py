@@ -18,8 +18,8 @@ class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm over the last dims of a plain tensor or of a DTensor in any layout.
 
     A ``torch.nn.RMSNorm``: same arguments, parameter, state dict and defaults, so that one class name is all that
-    changes. That includes ``eps=None``, which is float32's machine epsilon (float64's for a float64 x); most models want
-    1e-5 or 1e-6, and ``rms_norm`` defaults to 1e-6.
+    changes. That includes ``eps=None``, which is float32's machine epsilon (float64's for a float64 x); most models
+    want 1e-5 or 1e-6, and ``rms_norm`` defaults to 1e-6.
 
     Args:
         normalized_shape: the sizes of the last dims of x, an int for one dim.

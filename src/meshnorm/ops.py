@@ -5,8 +5,8 @@ launching a small norm, and through the op where something does (torch.compile, 
 torch.func). Both run the same lines.
 
 Shapes: x and dY are (*rows, *normalized dims), ``ndim`` is how many dims are normalized, the weight has their shape or
-is None; rstd and totals have the shape of the rows, in the accumulation dtype. ``hidden_size`` is the global H, of which
-x may hold a slice. A gradient that is not needed comes back as an empty tensor.
+is None; rstd and totals have the shape of the rows, in the accumulation dtype. ``hidden_size`` is the global H, of
+which x may hold a slice. A gradient that is not needed comes back as an empty tensor.
 """
 
 from __future__ import annotations
@@ -173,9 +173,7 @@ def apply(
     "(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, int ndim) -> Tensor",
     lambda dy, x, weight, rstd, offset, ndim: empty_per_row(x, ndim),
 )
-def backward_statistic(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, ndim: int
-) -> Tensor:
+def backward_statistic(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, ndim: int) -> Tensor:
     """Σ dY·(w + offset)·x̂ of each row, over the columns that x holds."""
     total = empty_per_row(x, ndim)
     if not x.numel():

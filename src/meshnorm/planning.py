@@ -16,8 +16,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 from meshnorm.errors import NormalizedShapeError, OptionError, PlacementError
 from meshnorm.formula import accumulation_dtype
 from meshnorm.functional import HIDDEN, WEIGHT_GRADS
-from meshnorm.geometry import chains, held, local_shape, local_size, shard_dim
-from meshnorm.layout import Mesh, Placements, Route, Step, backward_statistic_steps, normalize, route_of
+from meshnorm.geometry import Split, local_shape, local_size
+from meshnorm.layout import Mesh, Move, Placements, Route, Step, backward_statistic_steps, move, normalize, route_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,7 +49,8 @@ class Plan:
         mesh: name and size of each mesh dim.
         x, y, dx, dw: placements, one for each mesh dim. ``dw`` is None where there is no weight gradient; for a plain
             weight it is replicated where it is summed, and each rank's own sum where it is deferred.
-        forward, backward: the collectives in the order in which they run. ``backward`` takes dY to arrive in y's placement.
+        forward, backward: the collectives in the order in which they run. ``backward`` takes dY to arrive in y's
+            placement, or in ``dy_placements``.
         gathering: what a norm that first gathers x would communicate in its forward.
         rows, columns: what one rank normalizes: how many rows, and how many numbers of each.
     """
@@ -95,6 +96,7 @@ def plan(
     hidden: str = "stats",
     weight_grad: str = "auto",
     output_placements: Sequence[Placement] | None = None,
+    dy_placements: Sequence[Placement] | None = None,
     x_requires_grad: bool = True,
     weight_requires_grad: bool = True,
     coordinate: Sequence[int] | None = None,
@@ -111,6 +113,8 @@ def plan(
             DTensor weight with these), or the weight itself.
         dtype, weight_dtype: of x and of the weight, where they are not given as tensors. The weight's defaults to x's.
         normalized_shape, hidden, weight_grad, output_placements: as in ``rms_norm``.
+        dy_placements: of the gradient of y, where it arrives in other placements than y's: what bringing it there costs
+            is then part of ``Plan.backward``.
         x_requires_grad, weight_requires_grad: False for a frozen x or weight, which costs no communication.
         coordinate: which rank's bytes to state, by its place on the mesh; the first rank's by default, which holds the
             most where shards are uneven.
@@ -150,7 +154,8 @@ def plan(
         weight_requires_grad,
     )
     at = tuple(coordinate) if coordinate is not None else (0,) * len(facts.sizes)
-    return priced(route, shape, dtype, dtype_of_weight, x_requires_grad, at)
+    dy = None if dy_placements is None else normalize(dy_placements, len(shape), facts, "dy_placements")
+    return priced(route, shape, dtype, dtype_of_weight, x_requires_grad, at, dy)
 
 
 @lru_cache(maxsize=4096)
@@ -161,6 +166,7 @@ def priced(
     weight_dtype: torch.dtype | None,
     x_requires_grad: bool,
     coordinate: tuple[int, ...],
+    dy: Placements | None = None,
 ) -> Plan:
     """A route with sizes put in, for the rank at ``coordinate``."""
     mesh, ndim = route.mesh, route.normalized_ndim
@@ -170,14 +176,17 @@ def priced(
     rows = math.prod(resolved[: len(shape) - ndim])
     columns = math.prod(hidden_shape if route.gathers else resolved[len(shape) - ndim :])
     statistic = tuple(_collective(mesh, step, rows * accumulation) for step in route.statistic_steps)
-    moves_x = _moves(route.x_steps, route.x, shape, mesh, coordinate, dtype.itemsize)
+    moves_x = _moves(route.x_move, shape, mesh, coordinate, dtype.itemsize)
     moves_weight: tuple[Collective, ...] = ()
-    if route.weight_steps and weight_dtype is not None:
-        assert isinstance(route.weight, tuple)
-        moves_weight = _moves(route.weight_steps, route.weight, hidden_shape, mesh, coordinate, weight_dtype.itemsize)
-    whole_dw = route.weight == "plain" or not route.weight_is_aligned
-    dw_numbers = math.prod(hidden_shape) if whole_dw else columns
+    if route.weight_move is not None and weight_dtype is not None:
+        moves_weight = _moves(route.weight_move, hidden_shape, mesh, coordinate, weight_dtype.itemsize)
+    moves_dy = (
+        () if dy is None else _moves(move(mesh, dy, route.y, len(shape)), shape, mesh, coordinate, dtype.itemsize)
+    )
+    dw_numbers = math.prod(hidden_shape) if route.sums_whole_weight else columns
     dw = tuple(_collective(mesh, step, dw_numbers * accumulation) for step in route.dw_steps)
+    exchanges = statistic if backward_statistic_steps(route, x_requires_grad) else ()
+    runs_backward = x_requires_grad or route.dw is not None
     return Plan(
         shape=shape,
         dtype=dtype,
@@ -188,7 +197,7 @@ def priced(
         dx=route.dx if x_requires_grad else None,
         dw=route.dw,
         forward=moves_x + moves_weight + statistic,
-        backward=(statistic if backward_statistic_steps(route, x_requires_grad) else ()) + dw,
+        backward=moves_dy + exchanges + dw if runs_backward else (),
         gathering=_gathering(route, shape, coordinate, dtype.itemsize),
         rows=rows,
         columns=columns,
@@ -200,18 +209,13 @@ def _collective(mesh: Mesh, step: Step, size: int) -> Collective:
 
 
 def _moves(
-    steps: Sequence[Step],
-    placements: Placements,
-    shape: tuple[int, ...],
-    mesh: Mesh,
-    coordinate: tuple[int, ...],
-    itemsize: int,
+    moving: Move, shape: tuple[int, ...], mesh: Mesh, coordinate: tuple[int, ...], itemsize: int
 ) -> tuple[Collective, ...]:
-    """The collectives that reduce or gather a tensor, with what this rank contributes to each."""
-    dims = [list(chain) for chain in chains(placements, mesh.sizes, len(shape))]
-    local = list(local_shape(shape, placements, mesh.sizes, coordinate))
+    """The collectives of a move, with what this rank contributes to each."""
+    dims = [list(chain) for chain in moving.have]
+    local = [local_size(n, chain, mesh.sizes, coordinate) for n, chain in zip(shape, dims, strict=True)]
     found = []
-    for step in steps:
+    for step in moving.steps:
         onto = step.tensor_dim
         if onto is None:
             found.append(_collective(mesh, step, math.prod(local) * itemsize))
@@ -223,11 +227,11 @@ def _moves(
             longest = -(-local[onto] // parts)
             found.append(_collective(mesh, step, others * longest * parts * itemsize))
             local[onto] = max(0, min(longest, local[onto] - longest * coordinate[dim]))
+            dims[onto].append(Split(dim))
             continue
         split = dims[onto].pop()
         whole = local_size(shape[onto], dims[onto], mesh.sizes, coordinate)
-        first = (0,) * len(mesh.sizes)
-        longest = sum(stop - start for start, stop in held(whole, (split,), mesh.sizes, first))
+        longest = local_size(whole, (split,), mesh.sizes, (0,) * len(mesh.sizes))
         found.append(_collective(mesh, step, others * longest * itemsize))
         local[onto] = whole
     return tuple(found)
@@ -237,16 +241,8 @@ def _gathering(
     route: Route, shape: tuple[int, ...], coordinate: tuple[int, ...], itemsize: int
 ) -> tuple[Collective, ...]:
     """What replicating x, in the layout in which it is given, would communicate."""
-    steps = []
-    for dim in reversed(range(len(route.x))):
-        if route.mesh.sizes[dim] == 1:
-            continue
-        onto = shard_dim(route.x[dim], len(shape))
-        if onto is not None:
-            steps.append(Step("all_gather", "x", (dim,), tensor_dim=onto))
-        elif route.x[dim].is_partial():
-            steps.append(Step("all_reduce", "x", (dim,)))
-    return _moves(steps, route.x, shape, route.mesh, coordinate, itemsize)
+    whole = move(route.mesh, route.x, (Replicate(),) * len(route.x), len(shape))
+    return _moves(whole, shape, route.mesh, coordinate, itemsize)
 
 
 def _described(mesh: DeviceMesh) -> Mesh:
@@ -255,9 +251,7 @@ def _described(mesh: DeviceMesh) -> Mesh:
     return describe(mesh)
 
 
-def _normalized(
-    shape: tuple[int, ...], weight: Any, normalized_shape: int | Sequence[int] | None
-) -> tuple[int, ...]:
+def _normalized(shape: tuple[int, ...], weight: Any, normalized_shape: int | Sequence[int] | None) -> tuple[int, ...]:
     if normalized_shape is not None:
         found = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     else:

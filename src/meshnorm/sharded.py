@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.distributed.tensor.placement_types import Partial, Placement
 
 from meshnorm import collectives, ops
 from meshnorm.dispatch import unobserved
+from meshnorm.errors import MixedTensorError
 from meshnorm.formula import accumulation_dtype
 from meshnorm.geometry import Split, held, local_size
-from meshnorm.layout import Placements, Route, Step, normalize, route_of
+from meshnorm.layout import Move, Placements, Route, Step, move, normalize, route_of
 from meshnorm.local import once_differentiable
 from meshnorm.meshes import describe, group_name
 
@@ -74,22 +75,20 @@ def route_for(
 
 class _ShardedRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, weight, route, eps, offset, casting_mode, in_place):  # noqa: ANN001
+    def forward(ctx: Any, x, weight, route, eps, offset, casting_mode, in_place):
         mesh = x.device_mesh
         shape, ndim = x.shape, route.normalized_ndim
         hidden_shape = tuple(shape[x.ndim - ndim :])
         local = _local(x)
         on_mesh = mesh.get_coordinate() is not None
         if on_mesh:
-            local = _carry_out(route.x_steps, local, route, route.x, shape, mesh, x.placements)
+            local = _moved(local, route.x_move, shape, mesh, x.placements)
         local_weight = _local_weight(weight, route, hidden_shape, mesh)
         if not on_mesh:
             y, rstd = local.clone(), local.new_empty(0, dtype=accumulation_dtype(x.dtype))
         elif route.splits_hidden:
             total = _sum(ops.statistic(local, ndim), route.statistic_steps, mesh)
-            y, rstd = ops.apply(
-                local, local_weight, total, math.prod(hidden_shape), eps, offset, casting_mode, ndim
-            )
+            y, rstd = ops.apply(local, local_weight, total, math.prod(hidden_shape), eps, offset, casting_mode, ndim)
         else:
             y, rstd = ops.forward(local, local_weight, eps, offset, casting_mode, ndim)
         ctx.save_for_backward(local, local_weight, rstd)
@@ -105,18 +104,17 @@ class _ShardedRMSNorm(torch.autograd.Function):
         route, mesh = ctx.route, ctx.mesh
         local, local_weight, rstd = ctx.saved_tensors
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        local_dy = _local(_as_placed(dy, mesh, route.y))
-        ndim = route.normalized_ndim
+        local_dy = _local_dy(dy, route, ctx.shape, mesh) if ctx.on_mesh else _local(dy)
         if not ctx.on_mesh:
             dx = local.clone() if needs_dx else None
             dw = local.new_empty(0, dtype=ctx.weight_dtype) if needs_dw else None
         else:
             dx, dw = _local_gradients(ctx, local_dy, local, local_weight, rstd, needs_dx, needs_dw)
             if needs_dx and route.gathers:
-                dx = _own_slice(dx, route.hidden_chains, ctx.shape[-ndim:], mesh, first_dim=dx.ndim - ndim).contiguous()
+                dx = _cut(dx, (*((),) * (dx.ndim - route.normalized_ndim), *route.hidden_chains), mesh).contiguous()
             dw = _finish_dw(dw, route, ctx.hidden_shape, ctx.weight_dtype, mesh) if needs_dw else None
-        dx = _wrap(dx, mesh, route.dx, ctx.shape) if needs_dx else None
-        if needs_dw and route.weight != "plain":
+        dx = _wrap(dx, mesh, route.dx, ctx.shape) if dx is not None and needs_dx else None
+        if dw is not None and route.weight != "plain":
             dw = _wrap(dw, mesh, route.dw, ctx.hidden_shape)
         return dx, dw, None, None, None, None, None
 
@@ -141,7 +139,7 @@ def _local_gradients(
     return ops.backward_apply_into(*args, True) if in_place else ops.backward_apply(*args)
 
 
-# --- steps -------------------------------------------------------------------------------------------------------------
+# --- steps ---
 
 
 def _sum(local: Tensor, steps: Sequence[Step], mesh: DeviceMesh) -> Tensor:
@@ -150,98 +148,87 @@ def _sum(local: Tensor, steps: Sequence[Step], mesh: DeviceMesh) -> Tensor:
     return local
 
 
-def _carry_out(
-    steps: Sequence[Step],
-    local: Tensor,
-    route: Route,
-    placements: Placements,
-    shape: Sequence[int],
-    mesh: DeviceMesh,
-    given: Sequence[Placement],
-) -> Tensor:
-    """``local`` after the collectives that reduce or gather it, one mesh dim at a time."""
-    sizes, coordinate = route.mesh.sizes, mesh.get_coordinate()
+def _moved(local: Tensor, move: Move, shape: Sequence[int], mesh: DeviceMesh, given: Sequence[Placement]) -> Tensor:
+    """``local`` after a move, one mesh dim at a time. ``given`` are the tensor's own placements, as torch made them."""
+    sizes, coordinate = tuple(mesh.shape), mesh.get_coordinate()
     assert coordinate is not None
-    chains: list[list[Split]] = [list(c) for c in _chains(placements, route)]
-    for step in steps:
+    chains = [list(chain) for chain in move.have]
+    for step in move.steps:
         (dim,) = step.mesh_dims
         group, parts, onto = group_name(mesh, step.mesh_dims), sizes[dim], step.tensor_dim
-        if onto is None:
-            if type(given[dim]) is Partial:
-                local = collectives.all_reduce(local, step.reduce_op, group, parts)
-            else:  # a partial of its own kind, such as a vocabulary-sharded embedding's, knows how it is reduced
-                local = _waited(given[dim]._reduce_value(local, mesh, dim))  # type: ignore[attr-defined]
+        if step.kind == "all_gather":
+            assert onto is not None
+            split = chains[onto].pop()
+            whole = local_size(shape[onto], chains[onto], sizes, coordinate)
+            pieces = [held(whole, (Split(0, split.factor),), (parts,), (rank,)) for rank in range(parts)]
+            local = collectives.all_gather(local, group, pieces, onto)
             continue
-        if step.kind == "reduce_scatter":
-            if type(given[dim]) is not Partial:
-                local = given[dim]._reduce_value(local, mesh, dim)  # type: ignore[attr-defined]
+        op, partial = step.reduce_op, given[dim]
+        if type(partial) is not Partial:
+            # A partial of its own kind, such as a vocabulary-sharded embedding's, masks before it is summed.
+            local = _waited(partial._reduce_value(local, mesh, dim))  # type: ignore[attr-defined]
+            if onto is not None:
+                local = _cut(local, [(Split(dim),) if d == onto else () for d in range(local.ndim)], mesh)
+        elif onto is None:
+            local = collectives.all_reduce(local, op, group, parts)
+        else:
             lengths = [local_size(local.size(onto), (Split(0),), (parts,), (rank,)) for rank in range(parts)]
-            local = collectives.reduce_scatter(local, step.reduce_op, group, lengths, coordinate[dim], onto)
+            local = collectives.reduce_scatter(local, op, group, lengths, coordinate[dim], onto)
+        if onto is not None:
             chains[onto].append(Split(dim))
+    return _cut(local, move.cut, mesh)
+
+
+def _cut(local: Tensor, chains: Sequence[Sequence[Split]], mesh: DeviceMesh) -> Tensor:
+    """The part of ``local`` that this rank holds once each dim is split further along its chain."""
+    for dim, chain in enumerate(chains):
+        if not chain:
             continue
-        split = chains[onto].pop()
-        whole = local_size(shape[onto], chains[onto], sizes, coordinate)
-        pieces = [held(whole, (Split(0, split.factor),), (parts,), (rank,)) for rank in range(parts)]
-        local = collectives.all_gather(local, group, pieces, onto)
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        mine = held(local.size(dim), chain, tuple(mesh.shape), coordinate)
+        parts = [local.narrow(dim, start, stop - start) for start, stop in mine]
+        if len(parts) == 1:
+            local = parts[0]
+        else:
+            local = torch.cat(parts, dim) if parts else local.narrow(dim, 0, 0)
     return local
 
 
-def _chains(placements: Placements, route: Route) -> Any:
-    from meshnorm.geometry import chains
-
-    return chains(placements, route.mesh.sizes, 64)
-
-
-def _own_slice(
-    whole: Tensor, chains: Sequence[Sequence[Split]], shape: Sequence[int], mesh: DeviceMesh, first_dim: int = 0
-) -> Tensor:
-    """The part of ``whole`` that this rank holds under ``chains``, which start at ``first_dim``."""
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return whole
-    for dim, (size, chain) in enumerate(zip(shape, chains, strict=True)):
-        if chain:
-            mine = held(size, chain, tuple(mesh.shape), coordinate)
-            parts = [whole.narrow(first_dim + dim, start, stop - start) for start, stop in mine]
-            if len(parts) == 1:
-                whole = parts[0]
-            else:
-                whole = torch.cat(parts, first_dim + dim) if parts else whole.narrow(first_dim + dim, 0, 0)
-    return whole
-
-
-def _local_weight(weight: Tensor | None, route: Route, hidden_shape: tuple[int, ...], mesh: DeviceMesh) -> Tensor | None:
-    """The part of the weight that belongs to the columns held here: sliced, used as it is, or gathered and sliced."""
-    if weight is None:
+def _local_weight(
+    weight: Tensor | None, route: Route, hidden_shape: tuple[int, ...], mesh: DeviceMesh
+) -> Tensor | None:
+    """The part of the weight that belongs to the columns held here."""
+    if weight is None or route.weight_move is None:
         return None
-    wanted = () if route.gathers else route.hidden_chains
-    if route.weight == "plain":
-        return _own_slice(weight, wanted, hidden_shape, mesh) if wanted else weight
-    assert isinstance(weight, DTensor)
     local = _local(weight)
-    if mesh.get_coordinate() is None:
+    if route.weight_move.is_nothing or mesh.get_coordinate() is None:
         return local
-    if not route.weight_is_aligned:
-        assert isinstance(route.weight, tuple)
-        local = _carry_out(route.weight_steps, local, route, route.weight, hidden_shape, mesh, weight.placements)
-        return _own_slice(local, wanted, hidden_shape, mesh) if wanted else local
-    if not wanted:
-        return local
-    missing = [() if own else chain for own, chain in zip(route.weight_chains, wanted, strict=True)]
-    return _own_slice(local, missing, hidden_shape, mesh)
+    given = weight.placements if isinstance(weight, DTensor) else ()
+    return _moved(local, route.weight_move, hidden_shape, mesh, given)
 
 
-def _finish_dw(
-    dw: Tensor, route: Route, hidden_shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh
-) -> Tensor:
+def _local_dy(dy: Tensor, route: Route, shape: Sequence[int], mesh: DeviceMesh) -> Tensor:
+    """This rank's part of dY in y's placement, whatever placement it arrived in."""
+    if not isinstance(dy, DTensor):
+        raise MixedTensorError(
+            "the gradient of y is a plain tensor, but y is a DTensor: wrap the gradient as y is wrapped"
+        )
+    local = _local(dy)
+    if tuple(dy.placements) == route.y:
+        return local
+    have = normalize(dy.placements, len(shape), route.mesh, "the gradient of y")
+    return _moved(local, move(route.mesh, have, route.y, len(shape)), shape, mesh, dy.placements)
+
+
+def _finish_dw(dw: Tensor, route: Route, hidden_shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
     """The local part of dW as the route places it: summed if the route sums it, then cast, then cut to size."""
-    wanted = () if route.gathers else route.hidden_chains
-    whole_is_wanted = route.weight == "plain" or not route.weight_is_aligned
-    if whole_is_wanted and any(wanted):
-        dw = _embedded(dw, wanted, hidden_shape, mesh)
+    if route.sums_whole_weight and route.splits_hidden:
+        dw = _embedded(dw, route.hidden_chains, hidden_shape, mesh)
     dw = _sum(dw, route.dw_steps, mesh).to(dtype)
     if route.weight != "plain" and not route.weight_is_aligned:
-        dw = _own_slice(dw, route.weight_chains, hidden_shape, mesh).contiguous()
+        assert route.weight_move is not None
+        dw = _cut(dw, route.weight_move.have, mesh).contiguous()
     return dw
 
 
@@ -261,7 +248,7 @@ def _embedded(part: Tensor, chains: Sequence[Sequence[Split]], shape: tuple[int,
     return part
 
 
-# --- wrapping ----------------------------------------------------------------------------------------------------------
+# --- wrapping ---
 
 
 def _local(x: Tensor) -> Tensor:
@@ -273,16 +260,6 @@ def _waited(local: Tensor) -> Tensor:
     """``local`` itself once a pending functional collective has delivered it."""
     wait = getattr(local, "trigger_wait", None)
     return local if wait is None else wait()
-
-
-def _as_placed(dy: Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
-    """dY in y's placement, whatever placement it arrived in."""
-    assert isinstance(dy, DTensor)
-    if tuple(dy.placements) == placements:
-        return dy
-    if any(p.is_partial() for p in dy.placements):
-        dy = dy.redistribute(mesh, [Replicate() if p.is_partial() else p for p in dy.placements])
-    return dy if tuple(dy.placements) == placements else dy.redistribute(mesh, placements)
 
 
 def _wrap(local: Tensor, mesh: DeviceMesh, placements: Placements | None, shape: Sequence[int]) -> DTensor:

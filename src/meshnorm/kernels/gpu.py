@@ -1,17 +1,19 @@
-"""The six functions on Triton kernels: choose settings, a grid, and launch on x's device and its current stream.
+"""The six functions on Triton kernels: settings, a grid, and a launch on x's device and its current stream.
 
-``settings`` overrides the ladder of ``settings.py``; only benchmarks pass it.
+``y`` and ``dx`` are best aligned to 16 bytes, as torch allocates them: a ``dx`` that is not takes a copy. ``settings``
+overrides the ladders of ``settings.py``; benchmarks pass it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .row_views import aligned, row_view
 from .settings import (
     SUM_PARTIALS,
     PersistentSettings,
@@ -30,9 +32,6 @@ from .triton_backward import (
 )
 from .triton_forward import apply_kernel, forward_kernel, forward_wide_kernel, statistic_kernel
 
-# Stated, because Triton releases differ in the default, and with it a result's last bit. Nothing here is bound by
-# arithmetic.
-NO_FUSION = {"enable_fp_fusion": False}
 # dW's partial rows take at most this share of x's bytes (they are written and read once more) ...
 PARTIALS_SHARE = 0.03
 # ... unless that would leave more than a quarter of the multiprocessors without a program.
@@ -53,25 +52,29 @@ def forward(
     """y and rstd."""
     n = x.shape[2]
     tile = settings or forward_settings(n, x.dtype)
-    view = _row_view(x)
-    kernel = forward_kernel if n <= tile.block else forward_wide_kernel
-    with _device_of(x):
-        kernel[(_tiles(view.m, tile),)](
-            x, weight, y, rstd, view.m, view.b, view.stride_a, view.stride_b, n, view.unit, view.flat, view.int64,
-            n, eps, offset, mode, tile.rows, tile.block, num_warps=_warps(tile), **NO_FUSION,
-        )  # fmt: skip
+    view = row_view(x)
+    _launch(
+        forward_kernel if n <= tile.block else forward_wide_kernel,
+        (_ceil(view.m, tile.rows),),
+        tile,
+        (x, weight, y, rstd, view.m, view.b, view.stride_a, view.stride_b, n),
+        (view.unit, view.flat, view.int64, n, eps, offset, mode, tile.rows, tile.block),
+    )
 
 
 def statistic(x: Tensor, total: Tensor, *, settings: RowSettings | None = None) -> None:
     """total = Σ x² over x's columns."""
     n = x.shape[2]
     tile = settings or statistic_settings(n, x.dtype)
-    view = _row_view(x)
-    with _device_of(x):
-        statistic_kernel[(_tiles(view.m, tile),)](
-            x, total, view.m, view.b, view.stride_a, view.stride_b, view.unit, view.flat, view.int64,
-            n, tile.rows, tile.block, num_warps=_warps(tile), **NO_FUSION,
-        )  # fmt: skip
+    x = aligned(x)
+    view = row_view(x)
+    _launch(
+        statistic_kernel,
+        (_ceil(view.m, tile.rows),),
+        tile,
+        (x, total, view.m, view.b, view.stride_a, view.stride_b),
+        (view.unit, view.flat, view.int64, n, tile.rows, tile.block),
+    )
 
 
 def apply(
@@ -90,13 +93,14 @@ def apply(
     """y and rstd, given total = Σ x² over all ``hidden_size`` columns, of which x may hold a slice."""
     n = x.shape[2]
     tile = settings or apply_settings(n, x.dtype)
-    view = _row_view(x)
-    with _device_of(x):
-        apply_kernel[(_tiles(view.m, tile), _chunks(n, tile))](
-            x, weight, total, y, rstd, view.m, view.b, view.stride_a, view.stride_b, hidden_size,
-            view.unit, view.flat, view.int64, n, eps, offset, mode, tile.rows, tile.block,
-            num_warps=_warps(tile), **NO_FUSION,
-        )  # fmt: skip
+    view = row_view(x)
+    _launch(
+        apply_kernel,
+        (_ceil(view.m, tile.rows), _ceil(n, tile.block)),
+        tile,
+        (x, weight, total, y, rstd, view.m, view.b, view.stride_a, view.stride_b, hidden_size),
+        (view.unit, view.flat, view.int64, n, eps, offset, mode, tile.rows, tile.block),
+    )
 
 
 def backward(
@@ -110,11 +114,12 @@ def backward(
     *,
     settings: PersistentSettings | None = None,
 ) -> None:
-    """dX and dW, or the one of them that is not None. One pass, or for wide rows the statistic and then the rest."""
+    """dX and dW, or the one of them that is not None. One pass; for rows too wide for it the statistic, then the
+    rest."""
     n = x.shape[2]
-    tile = settings or backward_settings(n, rstd.dtype)
+    tile = settings or backward_settings(n, x.dtype)
     if tile is not None:
-        _launch_gradients(backward_kernel, dy, x, weight, rstd, None, n, offset, dx, dw, tile)
+        _launch_gradients(backward_kernel, dy, x, weight, rstd, (), n, offset, dx, dw, tile)
         return
     total = torch.empty_like(rstd)
     if dx is not None:
@@ -134,14 +139,16 @@ def backward_statistic(
 ) -> None:
     """total = Σ dY·(w+offset)·x̂ over x's columns."""
     n = x.shape[2]
-    tile = settings or statistic_settings(n, rstd.dtype)
-    xv, dyv = _row_view(x), _row_view(dy)
-    with _device_of(x):
-        backward_statistic_kernel[(_tiles(xv.m, tile),)](
-            dy, x, weight, rstd, total, xv.m, xv.b, xv.stride_a, xv.stride_b, dyv.b, dyv.stride_a, dyv.stride_b,
-            xv.unit, xv.flat, dyv.unit, dyv.flat, xv.int64, n, offset, tile.rows, tile.block,
-            num_warps=_warps(tile), **NO_FUSION,
-        )  # fmt: skip
+    tile = settings or statistic_settings(n, x.dtype)
+    dy, x = aligned(dy), aligned(x)
+    dyv, xv = row_view(dy), row_view(x)
+    _launch(
+        backward_statistic_kernel,
+        (_ceil(xv.m, tile.rows),),
+        tile,
+        (dy, x, weight, rstd, total, xv.m, *xv[1:4], *dyv[1:4]),
+        (xv.unit, xv.flat, dyv.unit, dyv.flat, xv.int64, n, offset, tile.rows, tile.block),
+    )
 
 
 def backward_apply(
@@ -158,120 +165,84 @@ def backward_apply(
     settings: PersistentSettings | None = None,
 ) -> None:
     """dX and dW, given total = Σ dY·(w+offset)·x̂ over all ``hidden_size`` columns, of which x may hold a slice."""
-    tile = settings or backward_apply_settings(x.shape[2], rstd.dtype)
-    _launch_gradients(backward_apply_kernel, dy, x, weight, rstd, total, hidden_size, offset, dx, dw, tile)
+    tile = settings or backward_apply_settings(x.shape[2], x.dtype)
+    _launch_gradients(backward_apply_kernel, dy, x, weight, rstd, (total,), hidden_size, offset, dx, dw, tile)
 
 
 def _launch_gradients(
-    kernel,
+    kernel: Any,
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
     rstd: Tensor,
-    total: Tensor | None,
+    totals: tuple[Tensor, ...],
     hidden_size: int,
     offset: float,
     dx: Tensor | None,
     dw: Tensor | None,
     tile: PersistentSettings,
 ) -> None:
+    """The persistent kernels: ``kernel`` writes dX and P partial rows of dW, a second kernel adds those."""
     if dx is None and dw is None:
         return
+    if dx is not None and dx.data_ptr() % 16:  # dY's memory, at an odd place: see row_views.vector
+        own = torch.empty_like(dx)
+        _launch_gradients(kernel, dy, x, weight, rstd, totals, hidden_size, offset, own, dw, tile)
+        dx.copy_(own)
+        return
     n = x.shape[2]
-    xv, dyv = _row_view(x), _row_view(dy)
-    tiles, chunks = _tiles(xv.m, tile), _chunks(n, tile)
-    # Without dW there are no partial rows to bound.
-    share = xv.m * n * x.element_size() if dw is not None else None
-    programs = partial_rows(tiles, chunks, tile.per_sm, _multiprocessors(x.device), n * rstd.element_size(), share)
+    dyv, xv = row_view(dy), row_view(x)
+    tiles, chunks = _ceil(xv.m, tile.rows), _ceil(n, tile.block)
+    allowed = None
+    if dw is not None:
+        allowed = int(PARTIALS_SHARE * xv.m * x.element_size() / rstd.element_size())
+    programs = program_count(tiles, chunks, tile.per_sm, multiprocessors(x.device), allowed)
     partial = dw
     if dw is not None and programs > 1:
         partial = torch.empty(programs, n, dtype=rstd.dtype, device=x.device)
-    totals = () if total is None else (total,)
     stages = _stages(tile, x.element_size() + dy.element_size(), _shared_memory(x.device))
-    with _device_of(x):
-        kernel[(programs, chunks)](
-            dy, x, weight, rstd, *totals, dx, partial, xv.m, tiles,
-            xv.b, xv.stride_a, xv.stride_b, dyv.b, dyv.stride_a, dyv.stride_b, hidden_size,
-            xv.unit, xv.flat, dyv.unit, dyv.flat, xv.int64, n, offset, tile.rows, tile.block, stages,
-            num_warps=_warps(tile), **NO_FUSION,
-        )  # fmt: skip
-        if partial is not dw:
-            sum_partials_kernel[(_chunks(n, SUM_PARTIALS),)](
-                partial, dw, programs, n, SUM_PARTIALS.rows, SUM_PARTIALS.block, num_warps=_warps(SUM_PARTIALS),
-                **NO_FUSION,
-            )  # fmt: skip
+    _launch(
+        kernel,
+        (programs, chunks),
+        tile,
+        (dy, x, weight, rstd, *totals, dx, partial, xv.m, tiles, *xv[1:4], *dyv[1:4], hidden_size),
+        (xv.unit, xv.flat, dyv.unit, dyv.flat, xv.int64, n, offset, tile.rows, tile.block, stages),
+    )
+    if partial is not dw:
+        _launch(
+            sum_partials_kernel,
+            (_ceil(n, SUM_PARTIALS.block),),
+            SUM_PARTIALS,
+            (partial, dw, programs),
+            (n, SUM_PARTIALS.rows, SUM_PARTIALS.block),
+        )
 
 
-def partial_rows(
-    tiles: int, chunks: int, per_sm: int, multiprocessors: int, partial_bytes: int, x_bytes: int | None
-) -> int:
-    """P, the programs that share the row tiles: enough to fill the device, and no more than there are tiles, nor than
-    ``PARTIALS_SHARE`` allows for P partial rows of ``partial_bytes`` beside ``x_bytes`` (None: no partial rows)."""
-    full = -(-multiprocessors // chunks)
+def program_count(tiles: int, chunks: int, per_sm: int, sms: int, allowed: int | None) -> int:
+    """Programs that share the row tiles of each chunk of columns: enough to fill the device, no more than there are
+    tiles, and no more than the ``allowed`` partial rows of dW (None: there are none) if these fill most of it."""
+    full = _ceil(sms, chunks)
     programs = full * per_sm
-    if x_bytes is not None:
-        allowed = int(PARTIALS_SHARE * x_bytes / partial_bytes)
+    if allowed is not None:
         programs = min(programs, allowed if allowed >= MACHINE_SHARE * full else full)
     return max(1, min(programs, tiles))
 
 
-class _RowView(NamedTuple):
-    """A row view as the kernels take it: strides in units of 16 bytes where both are multiples of that."""
-
-    m: int
-    b: int
-    stride_a: int
-    stride_b: int
-    unit: int
-    flat: bool
-    int64: bool
-
-
-def _row_view(x: Tensor) -> _RowView:
-    a, b, _ = x.shape
-    stride_a, stride_b, _ = x.stride()
-    flat = b == 1 or a == 1 or stride_a == b * stride_b
-    if flat:
-        stride_a, stride_b = 0, stride_a if b == 1 else stride_b
-    unit = 16 // x.element_size()
-    if stride_a % unit or stride_b % unit:
-        unit = 1
-    m = a * b
-    return _RowView(m, b, stride_a // unit, stride_b // unit, unit, flat, m > 2**31 - 2**16)
-
-
-def _tiles(m: int, tile: RowSettings) -> int:
-    return -(-m // tile.rows)
-
-
-def _chunks(n: int, tile: RowSettings) -> int:
-    return -(-n // tile.block)
-
-
 def _stages(tile: PersistentSettings, element_bytes: int, shared_memory: int) -> int:
-    """As many stages as the tile asks for and shared memory holds (x and dY of every stage lie there)."""
+    """As many stages as the tile asks for and shared memory holds (x and dY of each stage lie there)."""
     stage = tile.rows * tile.block * element_bytes
-    room = (shared_memory - 8192) // tile.per_sm
-    return max(1, min(tile.stages, room // stage))
+    return max(1, min(tile.stages, (shared_memory - 8192) // tile.per_sm // stage))
 
 
-def _warps(tile: RowSettings) -> int:
-    """An AMD wavefront is twice as wide as a warp, and a program has 1024 threads at most."""
-    return min(tile.warps, 16) if torch.version.hip else tile.warps
+def _launch(kernel: Any, grid: tuple[int, ...], tile: RowSettings, arguments: tuple, constants: tuple) -> None:
+    """``arguments`` starts with a tensor, whose device the kernel runs on.
 
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    """A few where there is no GPU: Triton's interpreter then goes through the same loops."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 228 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) or 48 * 1024
+    Fused multiply-add is switched off: releases of Triton differ in what is the default, and with it in a result's last
+    bit, and nothing here is bound by arithmetic."""
+    # An AMD wavefront is twice as wide as a warp, and a program has 1024 threads at most.
+    warps = min(tile.warps, 16) if torch.version.hip else tile.warps
+    with _device_of(arguments[0]):
+        kernel[grid](*arguments, *constants, num_warps=warps, enable_fp_fusion=False)
 
 
 def _device_of(x: Tensor) -> contextlib.AbstractContextManager:
@@ -279,3 +250,21 @@ def _device_of(x: Tensor) -> contextlib.AbstractContextManager:
     if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """A few where there is no GPU: Triton's interpreter then goes through the same loops."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have."""
+    if device.type != "cuda":
+        return 228 * 1024
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) or 48 * 1024
+
+
+def _ceil(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)

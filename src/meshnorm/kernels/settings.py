@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -70,17 +71,22 @@ BACKWARD = (
     (16384, PersistentSettings(rows=1, block=16384, warps=16, per_sm=1, stages=3)),
 )
 
-# Given the row's total, a chunk of columns needs nothing of the others: narrow rows as above, wide ones in chunks.
+# Given the row's total, a chunk of columns needs nothing of the others: rows up to NARROW as above, wider ones in
+# chunks.
+NARROW = 1024
 STATISTIC_WIDE = RowSettings(rows=1, block=4096, warps=8)
 APPLY_WIDE = RowSettings(rows=1, block=4096, warps=4)
 BACKWARD_APPLY_WIDE = PersistentSettings(rows=2, block=2048, warps=8, per_sm=2, stages=3)
 
-# Partial dW rows are added 32 at a time; 16 columns a program, so that narrow rows still make some programs.
+# Partial dW rows are added 32 at a time; 32 columns a program, so that narrow rows still make some programs.
 SUM_PARTIALS = RowSettings(rows=32, block=32, warps=4)
 
 
-def _step(ladder: tuple, n: int, dtype: torch.dtype) -> RowSettings | None:
-    """The ladder's first settings for rows of ``n``, the block no wider than the row's next power of two."""
+Settings = TypeVar("Settings", bound=RowSettings)
+
+
+def _step(ladder: tuple[tuple[int, Settings], ...], n: int, dtype: torch.dtype) -> Settings | None:
+    """The ladder's first settings for rows of ``n``, or None where the widest is too narrow."""
     registers = 2 if dtype == torch.float64 else 1
     for widest, settings in ladder:
         if n * registers <= widest:
@@ -95,12 +101,12 @@ def forward_settings(n: int, dtype: torch.dtype) -> RowSettings:
 
 @functools.cache
 def statistic_settings(n: int, dtype: torch.dtype) -> RowSettings:
-    return _step(FORWARD, n, dtype) if n <= 2048 else STATISTIC_WIDE
+    return (_step(FORWARD, n, dtype) if n <= NARROW else None) or STATISTIC_WIDE
 
 
 @functools.cache
 def apply_settings(n: int, dtype: torch.dtype) -> RowSettings:
-    return _step(FORWARD, n, dtype) if n <= 2048 else APPLY_WIDE
+    return (_step(FORWARD, n, dtype) if n <= NARROW else None) or APPLY_WIDE
 
 
 @functools.cache
@@ -111,4 +117,4 @@ def backward_settings(n: int, dtype: torch.dtype) -> PersistentSettings | None:
 
 @functools.cache
 def backward_apply_settings(n: int, dtype: torch.dtype) -> PersistentSettings:
-    return _step(BACKWARD, n, dtype) if n <= 1024 else BACKWARD_APPLY_WIDE
+    return (_step(BACKWARD, n, dtype) if n <= NARROW else None) or BACKWARD_APPLY_WIDE
