@@ -150,8 +150,8 @@ def test_several_normalized_dims_are_right_to_rounding(device, dtype, rows, hidd
     _assert_correct(x, weight, dy, ndim=len(hidden))
 
 
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 300.0])
-@pytest.mark.parametrize("eps", [0.0, 1e-8, 1e-2, 10.0])
+@pytest.mark.parametrize("scale", [1e-2, 1.0, 300.0])  # 300²: beyond float16
+@pytest.mark.parametrize("eps", [0.0, 1e-5, 1e-2, 10.0])
 @pytest.mark.parametrize("dtype", [F32, F16])
 def test_every_eps_is_right_beside_small_and_large_values(device, dtype, eps: float, scale: float) -> None:  # noqa: ANN001
     x = (torch.randn(4, 64, dtype=F64) * scale).to(device, dtype)
@@ -194,7 +194,9 @@ def test_a_casting_mode_is_its_model_family_bit_for_bit(dtype, model: Callable, 
     assert torch.equal(rms_norm(x, weight, offset=offset, casting_mode=mode), model(x, weight))
 
 
-@pytest.mark.parametrize("options", [{}, {"offset": 1.0, "casting_mode": "gemma"}, {"eps": 0.0, "casting_mode": "none"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"offset": 1.0, "casting_mode": "gemma"}, {"eps": 0.0, "casting_mode": "none"}]
+)
 @pytest.mark.parametrize(("x_shape", "weight_shape"), [((3, 5), (5,)), ((2, 3, 4), (3, 4)), ((4,), None)])
 def test_gradcheck_passes_in_float64(x_shape, weight_shape, options: dict) -> None:  # noqa: ANN001
     x = _draw(*x_shape, dtype=F64).requires_grad_()
@@ -364,7 +366,11 @@ def test_an_x_that_is_no_leaf_passes_its_gradient_on() -> None:
 
 
 def test_arguments_are_not_modified(device: str) -> None:
-    tensors = [_draw(5, 17, dtype=BF16, device=device), _draw(17, device=device), _draw(5, 17, dtype=BF16, device=device)]
+    tensors = [
+        _draw(5, 17, dtype=BF16, device=device),
+        _draw(17, device=device),
+        _draw(5, 17, dtype=BF16, device=device),
+    ]
     copies = [tensor.clone() for tensor in tensors]
     versions = [tensor._version for tensor in tensors]
     _gradients(*tensors)
@@ -490,15 +496,14 @@ def test_results_are_bitwise_repeatable(device, dtype, rows: int, hidden: int) -
         assert _equal(_gradients(x, weight, dy), first)
 
 
-@pytest.mark.parametrize("hidden", [1, 17, 128, 1000, 4097])
-@pytest.mark.parametrize("dtype", [F64, F32, BF16])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_row_is_the_same_alone_as_among_others(device, dtype, hidden: int, mode: str) -> None:  # noqa: ANN001
-    x, dy = _draw(301, hidden, dtype=dtype, device=device), _draw(301, hidden, dtype=dtype, device=device)
+@pytest.mark.parametrize(("rows", "hidden"), [(301, 1), (301, 17), (301, 128), (301, 1000), (80, 4097)])
+@pytest.mark.parametrize(("dtype", "mode"), [(F64, "llama"), (F32, "llama"), (BF16, "gemma"), (BF16, "none")])
+def test_a_row_is_the_same_alone_as_among_others(device, dtype, mode: str, rows: int, hidden: int) -> None:  # noqa: ANN001
+    x, dy = _draw(rows, hidden, dtype=dtype, device=device), _draw(rows, hidden, dtype=dtype, device=device)
     weight = _draw(hidden, dtype=dtype, device=device)
     y, dx, _ = _gradients(x, weight, dy, casting_mode=mode)
-    for rows in (slice(0, 1), slice(300, 301), slice(17, 18), slice(0, 2), slice(3, 8), slice(100, 231)):
-        found = _gradients(x[rows], weight, dy[rows], casting_mode=mode)
-        assert _equal(found[:2], (y[rows], dx[rows]))
+    for part in (slice(0, 1), slice(rows - 1, rows), slice(17, 18), slice(0, 2), slice(3, 8), slice(20, 71)):
+        found = _gradients(x[part], weight, dy[part], casting_mode=mode)
+        assert _equal(found[:2], (y[part], dx[part]))
     alone = _gradients(x[42], weight, dy[42], casting_mode=mode)  # without row dims
     assert _equal(alone[:2], (y[42], dx[42]))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshnorm.caching import cached
 from meshnorm.layout import Mesh
 
 
@@ -15,7 +14,7 @@ def mesh_names(device_mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(device_mesh.mesh_dim_names or map(str, range(device_mesh.ndim)))
 
 
-@lru_cache(maxsize=256)
+@cached
 def describe(device_mesh: DeviceMesh) -> Mesh:
     """The mesh as layouts see it, read once: groups made after the first norm on this mesh are not looked for.
 
@@ -31,7 +30,7 @@ def describe(device_mesh: DeviceMesh) -> Mesh:
     return Mesh(mesh_names(device_mesh), sizes, frozenset(joint))
 
 
-@lru_cache(maxsize=1024)
+@cached
 def group_name(device_mesh: DeviceMesh, dims: tuple[int, ...]) -> str:
     """The name of the process group over ``dims``: one mesh dim, or a set that ``describe`` calls joint."""
     group = device_mesh.get_group(dims[0]) if len(dims) == 1 else _spanning_group(device_mesh, dims)

@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from meshnorm import collectives, ops
+from meshnorm.caching import cached
 from meshnorm.dispatch import unobserved
 from meshnorm.errors import MixedTensorError
 from meshnorm.formula import accumulation_dtype
 from meshnorm.geometry import Split, held, local_size
-from meshnorm.layout import Move, Placements, Route, Step, move, normalize, route_of
+from meshnorm.layout import Move, Placements, Route, Step, WeightPlacement, move, normalize, route_of
 from meshnorm.local import once_differentiable
 from meshnorm.meshes import describe, group_name
 
@@ -51,26 +52,47 @@ def route_for(
     output_placements: Sequence[Placement] | None,
 ) -> Route:
     """The route of this call. Reads metadata alone, so that a refused call is refused on every rank alike."""
-    mesh = describe(x.device_mesh)
     if weight is None:
         weight_placement = None
     elif isinstance(weight, DTensor):
-        weight_placement = normalize(weight.placements, ndim, mesh, "weight")
+        weight_placement = weight.placements
     else:
         weight_placement = "plain"
-    output = None if output_placements is None else normalize(output_placements, x.ndim, mesh, "output_placements")
-    return route_of(
-        mesh,
-        normalize(x.placements, x.ndim, mesh, "x"),
+    return _route(
+        x.device_mesh,
+        x.placements,
         x.ndim,
         ndim,
         weight_placement,
         hidden,
         weight_grad,
-        output,
+        None if output_placements is None else tuple(output_placements),
         x.requires_grad,
         weight is not None and weight.requires_grad,
     )
+
+
+@cached
+def _route(
+    device_mesh: DeviceMesh,
+    x: Placements,
+    x_ndim: int,
+    ndim: int,
+    weight: WeightPlacement,
+    hidden: str,
+    weight_grad: str,
+    output: Placements | None,
+    x_requires_grad: bool,
+    weight_requires_grad: bool,
+) -> Route:
+    """``route_of`` for placements as torch gives them."""
+    mesh = describe(device_mesh)
+    if isinstance(weight, tuple):
+        weight = normalize(weight, ndim, mesh, "weight")
+    if output is not None:
+        output = normalize(output, x_ndim, mesh, "output_placements")
+    x = normalize(x, x_ndim, mesh, "x")
+    return route_of(mesh, x, x_ndim, ndim, weight, hidden, weight_grad, output, x_requires_grad, weight_requires_grad)
 
 
 class _ShardedRMSNorm(torch.autograd.Function):

@@ -194,10 +194,10 @@ def _run(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[Collective, ...]]:
     """(y, dX, dW, the collectives seen), dY having been drawn in the placement that the case asks for."""
     # From the local tensor: DTensor's own clone() may redistribute a partial one.
-    local = inputs.x.to_local() * (1.0 if case.leaf else 0.5)
+    local = inputs.x.to_local() * 1.0
     leaf = _wrapped(local, mesh, inputs.x_placements, case.shape)
     leaf.requires_grad_(case.x_requires_grad)
-    x = leaf if case.leaf else leaf * 2.0
+    x = leaf if case.leaf else leaf * 1.0
     weight = inputs.weight
     if isinstance(weight, DTensor):
         weight = _wrapped(weight.to_local().clone(), mesh, weight.placements, weight.shape)
@@ -231,7 +231,7 @@ def _run(
         with Recorder(mesh) as recorder:
             y.backward(dy)
         seen += recorder.seen
-    dx = None if leaf.grad is None else (leaf.grad if case.leaf else leaf.grad * 0.5)
+    dx = leaf.grad
     return y.detach(), dx, None if weight is None else weight.grad, tuple(seen)
 
 

@@ -208,14 +208,15 @@ def _launch_gradients(
         (dy, x, weight, rstd, *totals, dx, partial, xv.m, tiles, *xv[1:4], *dyv[1:4], hidden_size),
         (xv.unit, xv.flat, dyv.unit, dyv.flat, xv.int64, n, offset, tile.rows, tile.block, stages),
     )
-    if partial is not dw:
-        _launch(
-            sum_partials_kernel,
-            (_ceil(n, SUM_PARTIALS.block),),
-            SUM_PARTIALS,
-            (partial, dw, programs),
-            (n, SUM_PARTIALS.rows, SUM_PARTIALS.block),
-        )
+    if dw is not None and partial is not None and partial is not dw:
+        sum_partials(partial, dw)
+
+
+def sum_partials(partial: Tensor, dw: Tensor, *, settings: RowSettings = SUM_PARTIALS) -> None:
+    """dW = the sum of the rows of ``partial``, in a fixed order."""
+    programs, n = partial.shape
+    grid = (_ceil(n, settings.block),)
+    _launch(sum_partials_kernel, grid, settings, (partial, dw, programs), (n, settings.rows, settings.block))
 
 
 def program_count(tiles: int, chunks: int, per_sm: int, sms: int, allowed: int | None) -> int:

@@ -140,7 +140,8 @@ def apply_kernel(
     x = tl.load(X + offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
     scale = load_scale(W, cols, col_mask, OFFSET, ACC)
     rstd = reciprocal_root(mean(total, hidden_size) + EPS)
-    tl.store(RSTD + rows, rstd, mask=row_mask & (tl.program_id(1) == 0))
+    if tl.program_id(1) == 0:
+        tl.store(RSTD + rows, rstd, mask=row_mask)
     y = normalized(x, rstd, scale, MODE, Y.dtype.element_ty)
     tl.store(Y + rows.to(tl.int64)[:, None] * N + cols[None, :], y, mask=mask)
 

@@ -10,7 +10,7 @@ import triton.language as tl
 def tile_rows(tile, ROWS: tl.constexpr, INT64_ROWS: tl.constexpr):
     """The ROWS row indices of a tile. In 64 bits only where M needs them: ``row_offsets`` divides by them."""
     if INT64_ROWS:
-        rows = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        rows = tl.full([ROWS], ROWS, tl.int64) * tile + tl.arange(0, ROWS)
     else:
         rows = tile * ROWS + tl.arange(0, ROWS)
     return rows

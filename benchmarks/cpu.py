@@ -1,0 +1,89 @@
+"""The norm on a CPU: torch's own, torch.compile's, and meshnorm's kernels, side by side.
+
+    PYTHONPATH=src python3 benchmarks/cpu.py [--threads 2] [--compile] [--shapes 4096x4096,…] [--csv FILE]
+
+Milliseconds, medians. torch's backward runs through autograd, dX and dW; meshnorm's is the kernels alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import platform
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshnorm.kernels import cpu
+
+SHAPES = ((4096, 4096), (65536, 128), (16384, 1000), (1024, 16384), (1, 4096))
+
+
+def milliseconds(run: Callable[[], object], seconds: float = 1.0) -> float:
+    run()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or (time.perf_counter() < end and len(times) < 200):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2] * 1e3
+
+
+def autograd_pair(norm: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, dy: Tensor) -> tuple:
+    with torch.no_grad():
+        forward = milliseconds(lambda: norm(x, weight))
+    leaves = (x.clone().requires_grad_(), weight.clone().requires_grad_())
+    y = norm(*leaves)
+    return forward, milliseconds(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True))
+
+
+def kernel_pair(x: Tensor, weight: Tensor, dy: Tensor) -> tuple:
+    y, dx, dw = torch.empty_like(x), torch.empty_like(x), torch.empty_like(weight)
+    rstd = torch.empty(len(x))
+    forward = milliseconds(lambda: cpu.forward(x[None], weight, 1e-6, 0.0, "llama", y, rstd))
+    return forward, milliseconds(lambda: cpu.backward(dy[None], x[None], weight, rstd, 0.0, dx, dw))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--compile", action="store_true", help="torch.compile too (needs a C++ compiler)")
+    parser.add_argument("--shapes", default=",".join(f"{m}x{n}" for m, n in SHAPES), help="MxN,MxN,…")
+    parser.add_argument("--csv", help="write the table here too")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+
+    print(f"{platform.processor() or platform.machine()}, {arguments.threads} threads, ", end="")
+    print(f"torch {torch.__version__}, {datetime.date.today()}")
+    print(f"{'':>12} {'':>8} {'':<14} {'forward':>9} {'backward':>9} ms")
+    table = []
+    for m, n in (map(int, shape.split("x")) for shape in arguments.shapes.split(",")):
+        for dtype in (torch.bfloat16, torch.float32):
+            x, dy, weight = (torch.randn(*size).to(dtype) for size in ((m, n), (m, n), (n,)))
+
+            def norm(x: Tensor, weight: Tensor, n: int = n) -> Tensor:
+                return F.rms_norm(x, (n,), weight, 1e-6)
+
+            ways = {"F.rms_norm": lambda: autograd_pair(norm, x, weight, dy)}  # noqa: B023
+            if arguments.compile:
+                ways["torch.compile"] = lambda: autograd_pair(torch.compile(norm), x, weight, dy)  # noqa: B023
+            ways["meshnorm"] = lambda: kernel_pair(x, weight, dy)  # noqa: B023
+            for way, run in ways.items():
+                times = run()
+                row = (f"{m}x{n}", str(dtype).removeprefix("torch."), way, *(f"{t:.3f}" for t in times))
+                table.append(row)
+                print(f"{row[0]:>12} {row[1]:>8} {row[2]:<14} {row[3]:>9} {row[4]:>9}", flush=True)
+    if arguments.csv:
+        with open(arguments.csv, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(("shape", "dtype", "way", "forward_ms", "backward_ms"))
+            writer.writerows(table)
+
+
+if __name__ == "__main__":
+    main()

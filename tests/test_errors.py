@@ -1,0 +1,423 @@
+"""What is refused: by which class, in which words, and on ranks by all of them alike, so that they can go on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import meshnorm
+from meshnorm import errors, rms_norm
+from meshnorm.checking.case import mesh_for
+from meshnorm.checking.ranks import RankPool
+from meshnorm.errors import (
+    CastingModeError,
+    DeviceError,
+    DoubleBackwardError,
+    DTypeError,
+    EpsError,
+    MeshMismatchError,
+    MeshnormError,
+    MixedTensorError,
+    NormalizedShapeError,
+    OffsetError,
+    OptionError,
+    PlacementError,
+    UnreachableLayoutError,
+    WeightShapeError,
+)
+from meshnorm.formula import reference_forward
+
+BUILTINS = {
+    DTypeError: TypeError,
+    DeviceError: ValueError,
+    NormalizedShapeError: ValueError,
+    WeightShapeError: ValueError,
+    EpsError: ValueError,
+    OffsetError: ValueError,
+    CastingModeError: ValueError,
+    OptionError: ValueError,
+    MixedTensorError: TypeError,
+    MeshMismatchError: ValueError,
+    PlacementError: ValueError,
+    UnreachableLayoutError: ValueError,
+    DoubleBackwardError: NotImplementedError,
+}
+
+
+def test_every_class_derives_from_ours_and_from_the_builtin_one_would_expect() -> None:
+    classes = {c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, MeshnormError)} - {MeshnormError}
+    assert classes == set(BUILTINS)
+    for kind, builtin in BUILTINS.items():
+        assert issubclass(kind, builtin)
+
+
+def test_every_class_is_raised_by_a_test_below() -> None:
+    raised = {kind for kind, *_ in [*PLAIN.values(), *ON_RANKS.values(), *PLANS.values()]}
+    assert raised == set(BUILTINS)
+
+
+# --- plain tensors -------------------------------------------------------------------------------------------------------
+
+
+def _x(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(3, 4, 8).to(dtype)
+
+
+def _double_backward() -> None:
+    x = torch.randn(3, 8).requires_grad_()
+    (dx,) = torch.autograd.grad(rms_norm(x).square().sum(), x, create_graph=True)
+    dx.sum().backward()
+
+
+W = torch.ones(8)
+# name -> (class, call, words: the argument, and the way out)
+PLAIN: dict[str, tuple[type[MeshnormError], Callable[[], Any], list[str]]] = {
+    "weight_too_short": (WeightShapeError, lambda: rms_norm(_x(), torch.ones(7)), ["weight", "(7,)", "(3, 4, 8)"]),
+    "weight_of_more_dims_than_x": (WeightShapeError, lambda: rms_norm(W, torch.ones(2, 8)), ["weight", "(2, 8)"]),
+    "weight_against_normalized_shape": (
+        WeightShapeError,
+        lambda: rms_norm(_x(), W, normalized_shape=(4, 8)),
+        ["weight", "(8,)", "normalized_shape", "(4, 8)", "equal"],
+    ),
+    "weight_that_would_broadcast": (WeightShapeError, lambda: rms_norm(_x(), torch.ones(1)), ["weight", "(1,)"]),
+    "weight_without_dims": (NormalizedShapeError, lambda: rms_norm(_x(), torch.tensor(1.0)), ["no dim", "weight"]),
+    "x_without_dims": (NormalizedShapeError, lambda: rms_norm(torch.tensor(1.0)), ["no dim", "x"]),
+    "no_normalized_dims": (NormalizedShapeError, lambda: rms_norm(_x(), normalized_shape=()), ["no dim"]),
+    "normalized_dims_that_differ": (
+        NormalizedShapeError,
+        lambda: rms_norm(_x(), normalized_shape=(3, 8)),
+        ["normalized_shape", "(3, 8)", "(3, 4, 8)"],
+    ),
+    "normalized_dims_in_front": (
+        NormalizedShapeError,
+        lambda: rms_norm(_x(), normalized_shape=(3, 4)),
+        ["normalized_shape", "last dims"],
+    ),
+    "more_normalized_dims_than_dims": (
+        NormalizedShapeError,
+        lambda: rms_norm(_x(), normalized_shape=(1, 3, 4, 8)),
+        ["normalized_shape", "(1, 3, 4, 8)"],
+    ),
+    "negative_normalized_dim": (NormalizedShapeError, lambda: rms_norm(_x(), normalized_shape=-1), ["(-1,)"]),
+    "empty_normalized_dim": (NormalizedShapeError, lambda: rms_norm(torch.ones(3, 0)), ["(0,)", "size 0"]),
+    "empty_normalized_dim_and_weight": (
+        NormalizedShapeError,
+        lambda: rms_norm(torch.ones(3, 0, 2), torch.ones(0, 2)),
+        ["(0, 2)", "size 0"],
+    ),
+    "empty_normalized_dim_and_no_rows": (NormalizedShapeError, lambda: rms_norm(torch.ones(0, 0)), ["size 0"]),
+    "integer_x": (DTypeError, lambda: rms_norm(_x(torch.int64)), ["x has dtype torch.int64", "bfloat16", "cast"]),
+    "boolean_x": (DTypeError, lambda: rms_norm(_x(torch.bool)), ["x has dtype torch.bool", "cast"]),
+    "complex_x": (DTypeError, lambda: rms_norm(_x(torch.complex64)), ["x has dtype torch.complex64", "cast"]),
+    "float8_x": (DTypeError, lambda: rms_norm(_x(torch.float8_e4m3fn)), ["x has dtype torch.float8", "cast"]),
+    "integer_weight": (DTypeError, lambda: rms_norm(_x(), W.int()), ["weight has dtype torch.int32", "cast"]),
+    "weight_elsewhere": (DeviceError, lambda: rms_norm(_x(), W.to("meta")), ["weight is on meta", "x is on cpu", "move"]),
+    "x_elsewhere": (DeviceError, lambda: rms_norm(_x().to("meta"), W), ["weight is on cpu", "x is on meta", "move"]),
+    "negative_eps": (EpsError, lambda: rms_norm(_x(), W, -1e-6), ["eps is -1e-06", "0 or more"]),
+    "nan_eps": (EpsError, lambda: rms_norm(_x(), W, math.nan), ["eps is nan", "finite"]),
+    "infinite_eps": (EpsError, lambda: rms_norm(_x(), W, math.inf), ["eps is inf", "finite"]),
+    "nan_offset": (OffsetError, lambda: rms_norm(_x(), W, offset=math.nan), ["offset is nan", "finite"]),
+    "infinite_offset": (OffsetError, lambda: rms_norm(_x(), W, offset=-math.inf), ["offset is -inf", "finite"]),
+    "casting_mode": (
+        CastingModeError,
+        lambda: rms_norm(_x(), W, casting_mode="Gemma"),
+        ["casting_mode is 'Gemma'", "'llama'", "'gemma'", "'none'"],
+    ),
+    "casting_mode_none": (
+        CastingModeError,
+        lambda: rms_norm(_x(), W, casting_mode=None),  # type: ignore[arg-type]
+        ["casting_mode is None", "'none'"],
+    ),
+    "hidden": (OptionError, lambda: rms_norm(_x(), W, hidden="all"), ["hidden is 'all'", '"stats"', '"gather"']),
+    "weight_grad": (
+        OptionError,
+        lambda: rms_norm(_x(), W, weight_grad="sum"),
+        ["weight_grad is 'sum'", '"auto"', '"deferred"', '"reduced"'],
+    ),
+    "output_placements_of_a_plain_x": (
+        OptionError,
+        lambda: rms_norm(_x(), W, output_placements=(Replicate(),)),
+        ["output_placements", "plain tensor", "leave it out"],
+    ),
+    "double_backward": (DoubleBackwardError, _double_backward, ["not supported", "create_graph=False", "reference_forward"]),
+    "a_module_over_other_dims": (WeightShapeError, lambda: meshnorm.RMSNorm(8)(torch.ones(3, 7)), ["(8,)", "(3, 7)"]),
+}
+PLAIN["a_module_over_other_dims"] = (
+    NormalizedShapeError,
+    lambda: meshnorm.RMSNorm(8)(torch.ones(3, 7)),
+    ["normalized_shape is (8,)", "(3, 7)"],
+)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_tensors_are_refused_with_words(name: str) -> None:
+    kind, call, words = PLAIN[name]
+    with pytest.raises(MeshnormError) as raised:
+        call()
+    _assert_told(raised.value, kind, words)
+    with pytest.raises(BUILTINS[kind]):  # as one would catch it who does not know ours
+        call()
+
+
+def _assert_told(error: BaseException, kind: type, words: list[str]) -> None:
+    assert type(error) is kind
+    missing = [word for word in words if word not in str(error)]
+    assert not missing, f"{error} does not say {missing}"
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-300, 10])
+def test_an_eps_of_zero_or_more_is_taken(value: float) -> None:
+    x = torch.randn(3, 8)
+    assert torch.equal(rms_norm(x, W, value), rms_norm(x, W, float(value)))
+    assert rms_norm(x, W, value).isfinite().all()
+
+
+# --- plans, which need no ranks ------------------------------------------------------------------------------------------
+
+S0, S1, S2, R, P = Shard(0), Shard(1), Shard(2), Replicate(), Partial()
+GRID = {"dp": 2, "tp": 2}
+
+
+def _plan(*placements: Any, mesh: Any = GRID, shape: tuple[int, ...] = (4, 6, 8), **options: Any) -> Callable[[], Any]:
+    return lambda: meshnorm.plan(shape, placements, mesh, **options)
+
+
+PLANS: dict[str, tuple[type[MeshnormError], Callable[[], Any], list[str]]] = {
+    "too_few_placements": (PlacementError, _plan(S0), ["x has 1 placements", "dp=2, tp=2", "one placement for each"]),
+    "too_many_placements": (PlacementError, _plan(S0, R, R), ["x has 3 placements", "2 dims"]),
+    "dim_out_of_range": (PlacementError, _plan(S0, Shard(3)), ["x has S", "'tp'", "3 dims"]),
+    "negative_dim_out_of_range": (PlacementError, _plan(Shard(-4), R), ["x has S", "'dp'", "3 dims"]),
+    "no_placement": (PlacementError, _plan(S0, "S(1)"), ["x has 'S(1)'", "'tp'", "no Placement"]),
+    "no_mesh": (PlacementError, _plan(S0, R, mesh=None), ["mesh", "placements"]),
+    "plain_tensor": (PlacementError, lambda: meshnorm.plan(_x(), (S0,), {"dp": 2}), ["plain tensor", "shape"]),
+    "weight_placements": (PlacementError, _plan(S0, R, weight=(S1, R)), ["weight has S", "'dp'", "1 dims"]),
+    "weight_word": (OptionError, _plan(S0, R, weight="sharded"), ["'sharded'", '"replicated"', '"plain"', "None"]),
+    "hidden": (OptionError, _plan(S0, R, hidden="all"), ["hidden", "'all'", "stats", "gather"]),
+    "weight_grad": (OptionError, _plan(S0, R, weight_grad="all"), ["weight_grad", "'all'", "deferred", "reduced"]),
+    "normalized_shape": (
+        NormalizedShapeError,
+        _plan(S0, R, normalized_shape=(6, 7)),
+        ["normalized_shape", "(6, 7)", "(4, 6, 8)"],
+    ),
+    "empty_normalized_dim": (NormalizedShapeError, _plan(S0, R, shape=(4, 0)), ["normalized_shape", "(0,)"]),
+    "output_of_another_length": (
+        PlacementError,
+        _plan(S0, R, output_placements=(S0,)),
+        ["output_placements has 1 placements", "dp=2, tp=2"],
+    ),
+    "output_still_partial": (
+        UnreachableLayoutError,
+        _plan(S0, P, output_placements=(S0, P)),
+        ["output_placements", "'tp'", "partial", "Replicate()", "Shard(d)"],
+    ),
+    "output_strided": (
+        UnreachableLayoutError,
+        _plan(P, S2, output_placements=(_StridedShard(0, split_factor=2), S2)),
+        ["output_placements", "'dp'", "Replicate()", "Shard(d)"],
+    ),
+    "output_cut_before_a_later_mesh_dim": (
+        UnreachableLayoutError,
+        _plan(P, S1, output_placements=(S1, S1)),
+        ["output_placements", "'dp'", "'tp'", "mesh order", "redistribute x first"],
+    ),
+    "output_moves_a_shard": (
+        UnreachableLayoutError,
+        _plan(S0, R, output_placements=(S1, R)),
+        ["output_placements", "'dp'", "redistribute y"],
+    ),
+    "output_gathers_rows": (
+        UnreachableLayoutError,
+        _plan(S0, R, output_placements=(R, R)),
+        ["output_placements", "'dp'", "redistribute y"],
+    ),
+    "output_shards_what_is_replicated": (
+        UnreachableLayoutError,
+        _plan(S0, R, output_placements=(S0, S1)),
+        ["output_placements", "'tp'", "redistribute y"],
+    ),
+    "output_is_partial_where_x_is_whole": (
+        UnreachableLayoutError,
+        _plan(S0, R, output_placements=(S0, P)),
+        ["output_placements", "'tp'", "redistribute y"],
+    ),
+    "output_gathers_hidden_in_stats": (
+        UnreachableLayoutError,
+        _plan(S0, S2, output_placements=(S0, R)),
+        ["output_placements", "'tp'", 'hidden="gather"'],
+    ),
+    "output_keeps_hidden_in_gather": (
+        UnreachableLayoutError,
+        _plan(S0, S2, output_placements=(S0, S2), hidden="gather"),
+        ["output_placements", "'tp'", 'hidden="gather" gives Replicate()'],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_are_refused_with_words(name: str) -> None:
+    kind, call, words = PLANS[name]
+    with pytest.raises(MeshnormError) as raised:
+        call()
+    _assert_told(raised.value, kind, words)
+
+
+# --- ranks ---------------------------------------------------------------------------------------------------------------
+
+
+def _dtensor(mesh: DeviceMesh, placements: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> DTensor:
+    """The same random tensor on every rank, cut without communication."""
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+    if any(p.is_partial() for p in placements):
+        return DTensor.from_local(whole, mesh, placements, run_check=False)
+    return torch.distributed.tensor.distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def _replicated(mesh: DeviceMesh, *shape: int) -> DTensor:
+    return _dtensor(mesh, (R,) * mesh.ndim, shape)
+
+
+def _refused(*placements: Any, weight: Any = "replicated", shape: tuple[int, ...] = (4, 6, 8), **options: Any) -> Any:
+    """A call on the grid that is handed to the ranks by its name."""
+
+    def call(mesh: DeviceMesh) -> None:
+        dtype = options.pop("dtype", torch.float32) if "dtype" in options else torch.float32
+        x = _dtensor(mesh, placements, shape, dtype)
+        w = _replicated(mesh, *shape[-1:]) if isinstance(weight, str) else weight(mesh) if callable(weight) else weight
+        rms_norm(x, w, **options)
+
+    return call
+
+
+def _plain_x(mesh: DeviceMesh) -> None:
+    rms_norm(torch.ones(4, 8), _replicated(mesh, 8))
+
+
+def _plain_x_in_a_module(mesh: DeviceMesh) -> None:
+    norm = meshnorm.RMSNorm(8)
+    norm.weight = torch.nn.Parameter(_replicated(mesh, 8))
+    norm(torch.ones(4, 8))
+
+
+def _double_backward_of_a_dtensor(mesh: DeviceMesh) -> None:
+    x = _dtensor(mesh, (S0, S2), (4, 6, 8)).requires_grad_()
+    y = rms_norm(x, _replicated(mesh, 8))
+    (dx,) = torch.autograd.grad(y, x, _dtensor(mesh, (S0, S2), (4, 6, 8)).requires_grad_(), create_graph=True)
+    torch.autograd.grad(dx, x, _dtensor(mesh, (S0, S2), (4, 6, 8)))
+
+
+def _other_mesh(mesh: DeviceMesh) -> DTensor:
+    return _replicated(mesh_for((("dp", 2), ("cp", 2))), 8)
+
+
+def _mesh_of_another_shape(mesh: DeviceMesh) -> DTensor:
+    return _replicated(mesh_for((("all", 4),)), 8)
+
+
+def _on_one_of_its_dims(mesh: DeviceMesh) -> DTensor:
+    return _replicated(mesh["tp"], 8)
+
+
+ON_RANKS: dict[str, tuple[type[MeshnormError], Callable[[DeviceMesh], None], list[str]]] = {
+    "plain_x": (MixedTensorError, _plain_x, ["weight is a DTensor", "x is a plain", "from_local", "to_local()"]),
+    "plain_x_in_a_module": (MixedTensorError, _plain_x_in_a_module, ["weight is a DTensor", "from_local"]),
+    "mesh_of_other_names": (MeshMismatchError, _refused(S0, R, weight=_other_mesh), ["weight is on", "x is on", "mesh"]),
+    "mesh_of_another_shape": (MeshMismatchError, _refused(S0, R, weight=_mesh_of_another_shape), ["weight is on", "x is"]),
+    "mesh_of_fewer_dims": (MeshMismatchError, _refused(S0, R, weight=_on_one_of_its_dims), ["weight is on", "x is on"]),
+    "weight_of_the_local_shape": (
+        WeightShapeError,
+        _refused(S0, S2, weight=torch.ones(4)),
+        ["weight has shape (4,)", "(4, 6, 8)"],
+    ),
+    "dtensor_weight_too_long": (
+        WeightShapeError,
+        _refused(S0, R, weight=lambda mesh: _replicated(mesh, 9)),
+        ["weight has shape (9,)", "(4, 6, 8)"],
+    ),
+    "normalized_dims_that_differ": (
+        NormalizedShapeError,
+        _refused(S0, R, weight=None, normalized_shape=(4, 8)),
+        ["normalized_shape is (4, 8)", "(4, 6, 8)"],
+    ),
+    "empty_normalized_dim": (NormalizedShapeError, _refused(S0, R, weight=None, shape=(4, 0)), ["(0,)", "size 0"]),
+    "integer_x": (DTypeError, _refused(S0, S2, dtype=torch.int32), ["x has dtype torch.int32", "cast"]),
+    "complex_x": (DTypeError, _refused(S0, S2, dtype=torch.complex64), ["x has dtype torch.complex64", "cast"]),
+    "negative_eps": (EpsError, _refused(S0, S2, eps=-1.0), ["eps is -1.0", "0 or more"]),
+    "nan_eps": (EpsError, _refused(S0, S2, eps=math.nan), ["eps is nan"]),
+    "infinite_eps": (EpsError, _refused(S0, S2, eps=math.inf), ["eps is inf"]),
+    "nan_offset": (OffsetError, _refused(S0, S2, offset=math.nan), ["offset is nan"]),
+    "casting_mode": (CastingModeError, _refused(S0, S2, casting_mode="fp32"), ["casting_mode is 'fp32'", "'llama'"]),
+    "hidden": (OptionError, _refused(S0, S2, hidden="local"), ["hidden is 'local'", '"gather"']),
+    "weight_grad": (OptionError, _refused(S0, S2, weight_grad="none"), ["weight_grad is 'none'", '"reduced"']),
+    "weight_elsewhere": (DeviceError, _refused(S0, S2, weight=torch.ones(8, device="meta")), ["weight is on meta", "move"]),
+    "output_of_another_length": (
+        PlacementError,
+        _refused(S0, S2, output_placements=(S0,)),
+        ["output_placements has 1 placements", "dp=2, tp=2", "one placement for each mesh dim"],
+    ),
+    "output_dim_out_of_range": (PlacementError, _refused(S0, S2, output_placements=(Shard(5), S2)), ["'dp'", "3 dims"]),
+    "output_still_partial": (UnreachableLayoutError, _refused(S0, P, output_placements=(S0, P)), ["'tp'", "Replicate()"]),
+    "output_strided": (
+        UnreachableLayoutError,
+        _refused(P, R, output_placements=(_StridedShard(0, split_factor=2), R)),
+        ["'dp'", "Shard(d)"],
+    ),
+    "output_cut_before_a_later_mesh_dim": (
+        UnreachableLayoutError,
+        _refused(P, S1, output_placements=(S1, S1)),
+        ["'dp'", "'tp'", "mesh order"],
+    ),
+    "output_moves_a_shard": (UnreachableLayoutError, _refused(S0, S2, output_placements=(S1, S2)), ["'dp'", "y"]),
+    "output_gathers_hidden_in_stats": (
+        UnreachableLayoutError,
+        _refused(S0, S2, output_placements=(S0, R)),
+        ["'tp'", 'hidden="gather"'],
+    ),
+    "output_keeps_hidden_in_gather": (
+        UnreachableLayoutError,
+        _refused(S0, S2, output_placements=(S0, S2), hidden="gather"),
+        ["'tp'", "Replicate()"],
+    ),
+    "no_rows_on_some_ranks": (EpsError, _refused(S0, R, shape=(1, 8), eps=-1.0), ["eps is -1.0"]),
+    "double_backward": (DoubleBackwardError, _double_backward_of_a_dtensor, ["create_graph=False"]),
+}
+
+
+def _refusal_and_a_good_call(name: str) -> tuple[str, str, bool]:
+    """On each rank: (the class and the words of what a bad call raised, whether the next good one was right)."""
+    mesh = mesh_for((("dp", 2), ("tp", 2)))
+    kind = words = ""
+    try:
+        ON_RANKS[name][1](mesh)
+    except Exception as error:
+        kind, words = type(error).__name__, str(error)
+    x, weight = _dtensor(mesh, (S0, S2), (3, 5, 7)).requires_grad_(), _replicated(mesh, 7).requires_grad_()
+    y = rms_norm(x, weight, weight_grad="reduced")  # exchanges statistics over tp, and dW over dp
+    y.backward(torch.ones_like(y))
+    assert isinstance(x.grad, DTensor) and isinstance(weight.grad, DTensor)
+    leaves = [x.detach().full_tensor().requires_grad_(), weight.detach().full_tensor().requires_grad_()]
+    expected = reference_forward(*leaves, 1e-6)
+    expected.sum().backward()
+    pairs = [(y, expected), (x.grad, leaves[0].grad), (weight.grad, leaves[1].grad)]
+    right = all(torch.allclose(a.detach().full_tensor(), b, rtol=1e-5, atol=1e-5) for a, b in pairs)  # type: ignore
+    return kind, words, right
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_every_rank_is_refused_alike_and_goes_on(pool4: RankPool, name: str) -> None:
+    kind, _, words = ON_RANKS[name]
+    pids = pool4.pids
+    outcomes = pool4.run(_refusal_and_a_good_call, name)
+    assert outcomes == [outcomes[0]] * 4
+    found, told, right = outcomes[0]
+    assert found == kind.__name__, told
+    assert not [word for word in words if word not in told], told
+    assert right
+    assert pids in ((), pool4.pids)

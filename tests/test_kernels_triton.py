@@ -1,0 +1,244 @@
+"""The Triton kernels: on a GPU where there is one, else in Triton's interpreter on CPU tensors.
+
+Tests marked gpu need the real thing: what the compiler does, large tensors, streams, devices, memory.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install meshnorm[triton]")
+
+import triton.language as tl  # noqa: E402
+from kernel_cases import Case, Exact, KernelPromises, KernelRunner, empty, rows  # noqa: E402
+
+from meshnorm import kernels  # noqa: E402
+from meshnorm.formula import reference_backward, reference_forward  # noqa: E402
+from meshnorm.kernels import gpu, row_views, settings  # noqa: E402
+
+DEVICE = "cuda" if CUDA else "cpu"
+# The rows that fill up a tile are computed like any other, and never stored; NumPy remarks on their 1/0.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreter_rounds_bfloat16() -> Iterator[None]:
+    """Triton's interpreter truncates to bfloat16, and takes a bfloat16's bits for its value on the way to float64. Here
+    it converts as the hardware does, so that the tolerance need not know."""
+    if CUDA:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    dtypes = {tl.float64: torch.float64, tl.float32: torch.float32, tl.float16: torch.float16}
+    builder = interpreter.InterpreterBuilder
+    cast = builder.cast_impl
+
+    def cast_impl(self, src, dst_type):
+        source, target = src.dtype.scalar, dst_type.scalar
+        if tl.bfloat16 not in (source, target) or source == target:
+            return cast(self, src, dst_type)
+        values = torch.from_numpy(src.data.copy())
+        values = values.view(torch.bfloat16) if source == tl.bfloat16 else values
+        if target == tl.bfloat16:
+            data = values.to(torch.bfloat16).view(torch.uint16).numpy()
+        else:
+            data = values.to(dtypes[target]).numpy()
+        return interpreter.TensorHandle(data, target)
+
+    builder.cast_impl = cast_impl
+    yield
+    builder.cast_impl = cast
+
+
+class TestTriton(KernelPromises):
+    kernels = gpu
+    device = DEVICE
+
+    def test_more_rows_than_32_bits_count_take_the_same_path(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The 64-bit row arithmetic, on few rows. (``test_more_rows_than_32_bits_count`` has them, on a GPU.)"""
+        row_view = row_views.row_view
+        monkeypatch.setattr(gpu, "row_view", lambda x: row_view(x)._replace(int64=True))
+        for view in ("contiguous", "heads"):
+            self.check(Case(198, 100, x=view, dy="transposed"))
+
+
+# --- settings and grids: pure ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_every_width_has_settings(dtype: torch.dtype) -> None:
+    for n in (*range(1, 3000), 4096, 4097, 16384, 32769, 131072, 2**20):
+        for chosen in (
+            settings.forward_settings(n, dtype),
+            settings.statistic_settings(n, dtype),
+            settings.apply_settings(n, dtype),
+            settings.backward_settings(n, dtype) or settings.backward_apply_settings(n, dtype),
+        ):
+            assert chosen.block & (chosen.block - 1) == 0 and chosen.rows & (chosen.rows - 1) == 0
+            assert chosen.rows * chosen.block <= 2**17 and chosen.warps <= 32
+            assert chosen.block < 4 * n or chosen.block <= 128  # no more than a power of two of padding
+
+
+def test_programs_fill_the_device_and_never_outnumber_the_tiles() -> None:
+    assert gpu.program_count(tiles=10**6, chunks=1, per_sm=2, sms=132, allowed=None) == 264
+    assert gpu.program_count(tiles=100, chunks=1, per_sm=2, sms=132, allowed=None) == 100
+    assert gpu.program_count(tiles=10**6, chunks=16, per_sm=2, sms=132, allowed=None) == 18
+    assert gpu.program_count(tiles=1, chunks=500, per_sm=2, sms=132, allowed=0) == 1
+
+
+def test_partial_rows_stay_below_3_percent_of_x_where_they_can_fill_most_of_the_device() -> None:
+    assert gpu.program_count(tiles=32768, chunks=1, per_sm=2, sms=132, allowed=491) == 264
+    assert gpu.program_count(tiles=8192, chunks=1, per_sm=1, sms=132, allowed=122) == 122
+    assert gpu.program_count(tiles=512, chunks=1, per_sm=2, sms=132, allowed=7) == 132
+
+
+def test_inputs_are_never_read_more_widely_than_outputs_are_written() -> None:
+    """What keeps the order of a row's sum independent of strides: see ``row_views.vector``."""
+    padded = torch.empty(1, 8, 1008, dtype=torch.bfloat16)
+    assert row_views.row_view(padded).unit == 8
+    assert row_views.row_view(padded[:, :, :1002]).unit == 2
+    assert row_views.row_view(padded[:, :, :1001]).unit == 1
+    assert row_views.row_view(torch.empty(1, 8, 1004).bfloat16()[:, :, :1000]).unit == 1
+    assert row_views.aligned(padded[:, :, :1000]).data_ptr() == padded.data_ptr()
+    assert row_views.aligned(padded[:, :, 1:1001]).data_ptr() != padded.data_ptr() + 2
+
+
+@pytest.mark.gpu
+def test_a_cuda_tensor_gets_the_triton_kernels() -> None:
+    assert kernels.kernels_for(torch.device("cuda", 0)) is gpu
+
+
+# --- the real thing ---
+
+WIDTHS = [128, 512, 1024, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536, 131072]
+WIDTHS += [2560, 2880, 3072, 3584, 6144, 7168, 18432, 1000, 4097]
+
+
+@pytest.mark.gpu
+class TestGpu(KernelRunner):
+    kernels = gpu
+    device = "cuda"
+
+    @pytest.mark.parametrize("n", WIDTHS)
+    def test_the_widths_of_models(self, n: int) -> None:
+        for m in (1, 7, 199, 4096):
+            self.check(Case(m, n))
+            torch.cuda.empty_cache()
+
+    @pytest.mark.parametrize("n", [128, 1002, 4096, 5120, 16384, 40000])
+    def test_bits_do_not_depend_on_rows_nor_alignment(self, n: int) -> None:
+        case = Case(4099, n)
+        exact = Exact(case, "cuda")
+        whole = self.row_results(case, exact.x, exact.dy, exact.weight)
+        for start, stop in ((0, 1), (7, 9), (4098, 4099), (1000, 2001)):
+            x, dy = exact.x[:, start:stop], exact.dy[:, start:stop]
+            self.assert_same_bits(whole, case, x, dy, exact.weight, start, stop, "alone")
+        odd = torch.empty(1, 4099, n + 1, dtype=case.dtype, device="cuda")[:, :, 1:]
+        odd.copy_(exact.x)
+        self.assert_same_bits(whole, case, odd, exact.dy, exact.weight, 0, 4099, "x at odd addresses")
+        self.assert_same_bits(
+            whole, case, odd.clone(), exact.dy, None if exact.weight is None else exact.weight.clone(), 0, 4099, "again"
+        )
+
+    @pytest.mark.parametrize("n", [128, 4096, 32768])
+    def test_more_elements_than_32_bits_count(self, n: int) -> None:
+        m = 2**31 // n + 77
+        weight = torch.randn(n, dtype=torch.bfloat16, device="cuda")
+        x = torch.empty(1, m, n, dtype=torch.bfloat16, device="cuda").normal_()
+        dy = torch.empty_like(x).normal_()
+        case = Case(m, n)
+        y, rstd = self.forward(case, x, weight)
+        dx, dw = self.backward(case, dy, x, weight, rstd)
+        assert dx is not None and dw is not None
+        for part in (slice(0, 80), slice(m - 80, m)):
+            given = (x[0, part].double(), weight.double(), 1e-6)
+            torch.testing.assert_close(y[part].double(), reference_forward(*given), rtol=2**-7, atol=1e-6)
+            exact_dx, _ = reference_backward(dy[0, part].double(), *given)
+            torch.testing.assert_close(dx[part].double(), exact_dx, rtol=2**-8, atol=1e-4)
+        exact_dw = torch.zeros(n, dtype=torch.float64, device="cuda")
+        for part in torch.arange(m, device="cuda").split(2**27 // n):
+            a, b = int(part[0]), int(part[-1]) + 1
+            exact_dw += (dy[0, a:b].double() * x[0, a:b].double() * rstd[a:b, None].double()).sum(0)
+        torch.testing.assert_close(dw.double(), exact_dw, rtol=2**-8, atol=1e-5 * math.sqrt(m))
+
+    def test_more_rows_than_32_bits_count(self) -> None:
+        m = 2**31 + 300
+        x = torch.full((1, m, 1), 2.0, dtype=torch.bfloat16, device="cuda")
+        y = empty(m, 1, dtype=torch.bfloat16, device="cuda")
+        rstd = empty(m, dtype=torch.float32, device="cuda")
+        weight = torch.ones(1, dtype=torch.bfloat16, device="cuda")
+        gpu.forward(x, weight, 0.0, 0.0, "llama", y, rstd)
+        assert bool((y == 1).all()) and bool((rstd == 0.5).all())
+        dw = empty(1, dtype=torch.float32, device="cuda")
+        gpu.backward(x, x, weight, rstd, 0.0, y, dw)
+        assert bool((y == 0).all())
+        assert dw.item() == pytest.approx(2.0 * m, rel=1e-5)
+
+    def test_kernels_run_on_the_current_stream(self) -> None:
+        case = Case(256, 1024)
+        exact = Exact(case, "cuda")
+        y, rstd = self.forward(case, exact.x, exact.weight)
+        dx, dw = self.backward(case, exact.dy, exact.x, exact.weight, rstd)
+        x = torch.zeros_like(exact.x)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(100_000_000)  # a kernel on any other stream would read zeros
+            x.copy_(exact.x)
+            late_y, late_rstd = self.forward(case, x, exact.weight)
+            late_dx, late_dw = self.backward(case, exact.dy, x, exact.weight, late_rstd)
+        torch.cuda.synchronize()
+        assert torch.equal(late_y, y) and torch.equal(late_dx, dx) and torch.equal(late_dw, dw)
+
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs in one machine")
+    def test_kernels_run_on_x_s_device_whatever_is_current(self) -> None:
+        self.device = "cuda:1"
+        with torch.cuda.device(0):
+            self.check(Case(199, 1024))
+            assert torch.cuda.current_device() == 0
+
+    @pytest.mark.parametrize(
+        "shape", [(65536, 1024), (16384, 4096), (8192, 12288), (4096, 32768), (1024, 131072)], ids=str
+    )
+    def test_partial_rows_of_dw_take_at_most_3_percent_of_x(self, shape: tuple[int, int]) -> None:
+        m, n = shape
+        x, dy, dx = (torch.ones(1, m, n, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+        weight, dw = (torch.ones(n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        rstd = torch.ones(m, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        gpu.backward(dy, x, weight, rstd, 0.0, dx[0], dw)
+        assert torch.cuda.max_memory_allocated() - before <= 0.03 * x.nbytes + rstd.nbytes
+
+    def test_a_changed_number_of_rows_compiles_nothing(self) -> None:
+        from meshnorm.kernels.triton_backward import backward_kernel, sum_partials_kernel
+        from meshnorm.kernels.triton_forward import forward_kernel
+
+        def compiled() -> list[int]:
+            jitted = (forward_kernel, backward_kernel, sum_partials_kernel)
+            return [sum(len(cache[0]) for cache in each.device_caches.values()) for each in jitted]
+
+        def run(m: int, view: str) -> None:
+            case = Case(m, 256, x=view, dy=view)
+            x, dy = (rows(view, m, 256, torch.bfloat16, "cuda") for _ in range(2))
+            weight = torch.ones(256, dtype=torch.bfloat16, device="cuda")
+            _, rstd = self.forward(case, x, weight)
+            self.backward(case, dy, x, weight, rstd)
+
+        for view in ("contiguous", "heads"):
+            run(6, view)
+            run(4098, view)
+            before = compiled()
+            for m in (12, 48, 16 * 6, 1000 * 6, 4096 * 6):
+                run(m, view)
+            assert compiled() == before, view
