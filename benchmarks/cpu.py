@@ -23,13 +23,15 @@ from meshnorm.kernels import cpu
 SHAPES = ((4096, 4096), (65536, 128), (16384, 1000), (1024, 16384), (1, 4096))
 
 
-def milliseconds(run: Callable[[], object], seconds: float = 1.0) -> float:
-    run()
+def milliseconds(run: Callable, prepare: Callable[[], tuple] = tuple, seconds: float = 1.0) -> float:
+    """The median time of ``run(*prepare())``, of which the preparation is not timed."""
+    run(*prepare())
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < 3 or (time.perf_counter() < end and len(times) < 200):
+        given = prepare()
         start = time.perf_counter()
-        run()
+        run(*given)
         times.append(time.perf_counter() - start)
     return sorted(times)[len(times) // 2] * 1e3
 
@@ -38,8 +40,12 @@ def autograd_pair(norm: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: T
     with torch.no_grad():
         forward = milliseconds(lambda: norm(x, weight))
     leaves = (x.clone().requires_grad_(), weight.clone().requires_grad_())
-    y = norm(*leaves)
-    return forward, milliseconds(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True))
+    backward = milliseconds(lambda y: torch.autograd.grad(y, leaves, dy), lambda: (norm(*leaves),))
+    return forward, backward
+
+
+def torch_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, 1e-6)
 
 
 def kernel_pair(x: Tensor, weight: Tensor, dy: Tensor) -> tuple:
@@ -66,15 +72,12 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             x, dy, weight = (torch.randn(*size).to(dtype) for size in ((m, n), (m, n), (n,)))
 
-            def norm(x: Tensor, weight: Tensor, n: int = n) -> Tensor:
-                return F.rms_norm(x, (n,), weight, 1e-6)
-
-            ways = {"F.rms_norm": lambda: autograd_pair(norm, x, weight, dy)}  # noqa: B023
+            ways = {"F.rms_norm": lambda x, weight, dy: autograd_pair(torch_norm, x, weight, dy)}
             if arguments.compile:
-                ways["torch.compile"] = lambda: autograd_pair(torch.compile(norm), x, weight, dy)  # noqa: B023
-            ways["meshnorm"] = lambda: kernel_pair(x, weight, dy)  # noqa: B023
+                ways["torch.compile"] = lambda x, weight, dy: autograd_pair(torch.compile(torch_norm), x, weight, dy)
+            ways["meshnorm"] = kernel_pair
             for way, run in ways.items():
-                times = run()
+                times = run(x, weight, dy)
                 row = (f"{m}x{n}", str(dtype).removeprefix("torch."), way, *(f"{t:.3f}" for t in times))
                 table.append(row)
                 print(f"{row[0]:>12} {row[1]:>8} {row[2]:<14} {row[3]:>9} {row[4]:>9}", flush=True)

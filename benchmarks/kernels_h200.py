@@ -124,8 +124,12 @@ def backward_candidates(n: int) -> list[PersistentSettings]:
     return persistent_candidates([whole], 8192) if whole <= 32768 else []
 
 
+def statistic_candidates(n: int) -> list[RowSettings]:
+    return row_candidates(n) if n >= 4096 else []
+
+
 def apply_candidates(n: int) -> list[RowSettings]:
-    return [c for c in row_candidates(min(n, 4096)) if c.rows * c.block <= 8192]
+    return [c for c in row_candidates(min(n, 4096)) if c.rows * c.block <= 8192 and n >= 4096]
 
 
 def backward_apply_candidates(n: int) -> list[PersistentSettings]:
@@ -135,10 +139,14 @@ def backward_apply_candidates(n: int) -> list[PersistentSettings]:
 SUBJECTS = (
     Subject("forward", 4, forward, lambda n: ladders.forward_settings(n, DTYPE), row_candidates),
     Subject("backward", 6, backward, lambda n: ladders.backward_settings(n, DTYPE), backward_candidates),
-    Subject("statistic", 2, statistic, lambda n: ladders.statistic_settings(n, DTYPE), row_candidates),
+    Subject("statistic", 2, statistic, lambda n: ladders.statistic_settings(n, DTYPE), statistic_candidates),
     Subject("apply", 4, apply, lambda n: ladders.apply_settings(n, DTYPE), apply_candidates),
     Subject(
-        "backward_statistic", 4, backward_statistic, lambda n: ladders.statistic_settings(n, DTYPE), row_candidates
+        "backward_statistic",
+        4,
+        backward_statistic,
+        lambda n: ladders.statistic_settings(n, DTYPE),
+        statistic_candidates,
     ),
     Subject(
         "backward_apply",

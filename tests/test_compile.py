@@ -1,4 +1,4 @@
-"""The norm under whatever looks at ops: torch.compile, fake and meta tensors, tracing, dispatch modes, checkpointing."""
+"""The norm under all that looks at ops: torch.compile, fake and meta tensors, tracing, modes, checkpointing."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def _assert_same_bits(found: tuple[Tensor | None, ...], expected: tuple[Tensor |
         assert a is None or b is None or (a.dtype == b.dtype and torch.equal(a, b))
 
 
-# --- torch.compile -------------------------------------------------------------------------------------------------------
+# --- torch.compile ---
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("dtype", "weight_dtype"), [(F64, F64), (F32, BF16), (BF16, BF16), (BF16, F32), (BF16, None)])
-def test_a_compiled_norm_gives_the_bits_of_eager(dtype, weight_dtype, options: dict) -> None:  # noqa: ANN001
+def test_a_compiled_norm_gives_the_bits_of_eager(dtype, weight_dtype, options: dict) -> None:
     x, dy = torch.randn(6, 7, 33).to(dtype), torch.randn(6, 7, 33).to(dtype)
     weight = None if weight_dtype is None else torch.randn(33).to(weight_dtype)
 
@@ -113,7 +113,9 @@ def test_inductor_gives_the_bits_of_eager_in_the_middle_of_a_model() -> None:
 ROWS = [5, 8, 13, 64, 2, 21]
 
 
-def _graphs_after_each(norm: Callable[..., Tensor], counter: CompileCounterWithBackend, mark: bool = False) -> list[int]:
+def _graphs_after_each(
+    norm: Callable[..., Tensor], counter: CompileCounterWithBackend, mark: bool = False
+) -> list[int]:
     """How many graphs there are after a forward and backward with each number of rows, all compared with eager."""
     weight, counts = torch.randn(16).requires_grad_(), []
     for rows in ROWS:
@@ -173,7 +175,7 @@ def test_a_bad_argument_is_refused_under_compile_too() -> None:
         compiled(torch.randn(3, 16), torch.randn(8))
 
 
-# --- the ops -------------------------------------------------------------------------------------------------------------
+# --- the ops ---
 
 
 def _samples() -> dict[str, list[tuple]]:
@@ -249,16 +251,17 @@ def test_a_direct_call_gives_the_bits_of_the_op(name: str) -> None:
     call = getattr(meshnorm.ops, name)
     for arguments in _samples()[name]:
         direct, through_op = call.direct(*arguments), getattr(torch.ops.meshnorm, name)(*arguments)
-        as_tuple = lambda result: result if isinstance(result, tuple) else (result,)
-        _assert_same_bits(as_tuple(direct), as_tuple(through_op))
+        if isinstance(direct, Tensor):
+            direct, through_op = (direct,), (through_op,)
+        _assert_same_bits(direct, through_op)
 
 
-# --- fake and meta tensors, tracing, modes -------------------------------------------------------------------------------
+# --- fake and meta tensors, tracing, modes ---
 
 
 @pytest.mark.parametrize("dtype", [F64, F32, BF16])
 @pytest.mark.parametrize("weight_dtype", [None, F32, BF16])
-def test_fake_tensors_have_the_metadata_of_real_ones(dtype, weight_dtype) -> None:  # noqa: ANN001
+def test_fake_tensors_have_the_metadata_of_real_ones(dtype, weight_dtype) -> None:
     x, dy = torch.randn(5, 48).to(dtype)[:, ::2], torch.randn(5, 24).to(dtype)
     weight = None if weight_dtype is None else torch.randn(24).to(weight_dtype)
     expected = _results(rms_norm, x, weight, dy)
@@ -332,7 +335,7 @@ def test_jit_trace_records_the_norm() -> None:
     assert torch.equal(traced(other), rms_norm(other, weight))
 
 
-# --- checkpointing -------------------------------------------------------------------------------------------------------
+# --- checkpointing ---
 
 
 def test_checkpointing_gives_the_same_gradients() -> None:
@@ -369,7 +372,7 @@ def test_selective_checkpointing_may_keep_the_norm(keep: bool, runs: int, compil
         assert seen.ops.count(FORWARD) == runs
 
 
-# --- torch.func ----------------------------------------------------------------------------------------------------------
+# --- torch.func ---
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

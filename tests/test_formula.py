@@ -124,7 +124,7 @@ def _olmo(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @pytest.mark.parametrize(
     ("model", "mode", "offset"), [(_llama, "llama", 0.0), (_gemma, "gemma", 1.0), (_olmo, "gemma", 0.0)]
 )
-def test_a_casting_mode_is_its_model_family_bit_for_bit(dtype, model, mode: str, offset: float) -> None:  # noqa: ANN001
+def test_a_casting_mode_is_its_model_family_bit_for_bit(dtype, model, mode: str, offset: float) -> None:
     x, weight = torch.randn(64, 96).to(dtype), torch.randn(96).to(dtype)
     expected = model(x, weight, 1e-6)
     assert expected.dtype == dtype

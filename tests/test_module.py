@@ -122,14 +122,19 @@ def test_the_norm_starts_at_a_scale_of_one(offset: float, start: float) -> None:
 
 
 def test_repr_tells_what_differs_from_torch() -> None:
-    assert repr(meshnorm.RMSNorm(16, eps=1e-5)) == "RMSNorm((16,), eps=1e-05, elementwise_affine=True, casting_mode='llama')"
+    assert (
+        repr(meshnorm.RMSNorm(16, eps=1e-5))
+        == "RMSNorm((16,), eps=1e-05, elementwise_affine=True, casting_mode='llama')"
+    )
     words = repr(_custom())
     assert "offset=1.0" in words
     assert "casting_mode='gemma'" in words
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda norm: pickle.loads(pickle.dumps(norm))], ids=["deepcopy", "pickle"])
-def test_a_copy_is_the_same_norm_with_its_own_weight(copied) -> None:  # noqa: ANN001
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda norm: pickle.loads(pickle.dumps(norm))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_is_the_same_norm_with_its_own_weight(copied) -> None:
     norm, x = _custom(), torch.randn(5, 16)
     twin = copied(norm)
     assert type(twin) is meshnorm.RMSNorm

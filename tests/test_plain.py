@@ -63,8 +63,8 @@ def _gradients(x: Tensor, weight: Tensor | None, dy: Tensor, **options: Any) -> 
 
 def _equal(found: tuple[Tensor | None, ...], expected: tuple[Tensor | None, ...]) -> bool:
     """Bit for bit, but for the sign of a zero."""
-    assert len(found) == len(expected)
-    return all(b is None if a is None else b is not None and torch.equal(a, b) for a, b in zip(found, expected))
+    pairs = zip(found, expected, strict=True)
+    return all(b is None if a is None else b is not None and torch.equal(a, b) for a, b in pairs)
 
 
 def _assert_correct(
@@ -78,8 +78,9 @@ def _assert_correct(
 ) -> None:
     """y, dX and dW within what rounding explains of the float64 result.
 
-    y: one rounding to x's dtype for each cast of the mode. dX: one rounding, and the accumulation dtype's of the two terms
-    whose difference it is. dW: one rounding, and that of a sum of M terms. A sum of n random terms is off by about √n ulp.
+    y: one rounding to x's dtype for each cast of the mode. dX: one rounding, and the accumulation dtype's of the two
+    terms whose difference it is. dW: one rounding, and that of a sum of M terms. A sum of n terms is off by about √n
+    ulp of the sum of their magnitudes.
     """
     shape = x.shape[x.ndim - ndim :]
     y, dx, dw = _gradients(
@@ -121,13 +122,13 @@ def _assert_within(found: Tensor, expected: Tensor, bound: Tensor) -> None:
     assert bool((error <= bound).all()), f"off by {(error / bound).max().item():.3g} times what rounding explains"
 
 
-# --- right ---------------------------------------------------------------------------------------------------------------
+# --- right ---
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES)
-def test_every_dtype_mode_and_weight_is_right_to_rounding(device, dtype, weight_dtype, mode, offset) -> None:  # noqa: ANN001
+def test_every_dtype_mode_and_weight_is_right_to_rounding(device, dtype, weight_dtype, mode, offset) -> None:
     x, dy = _draw(5, 7, 33, dtype=dtype, device=device), _draw(5, 7, 33, dtype=dtype, device=device)
     weight = None if weight_dtype is None else _draw(33, dtype=weight_dtype, device=device)
     _assert_correct(x, weight, dy, offset=offset, casting_mode=mode)
@@ -136,7 +137,7 @@ def test_every_dtype_mode_and_weight_is_right_to_rounding(device, dtype, weight_
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("hidden", [1, 2, 3, 17, 1000, 4097])
 @pytest.mark.parametrize("rows", [(), (1,), (6,), (2, 1, 3, 1, 2), (301,)])
-def test_every_shape_is_right_to_rounding(device, dtype, hidden: int, rows: tuple[int, ...]) -> None:  # noqa: ANN001
+def test_every_shape_is_right_to_rounding(device, dtype, hidden: int, rows: tuple[int, ...]) -> None:
     x, dy = _draw(*rows, hidden, dtype=dtype, device=device), _draw(*rows, hidden, dtype=dtype, device=device)
     _assert_correct(x, _draw(hidden, dtype=dtype, device=device), dy, offset=1.0, casting_mode="gemma")
 
@@ -144,7 +145,7 @@ def test_every_shape_is_right_to_rounding(device, dtype, hidden: int, rows: tupl
 @pytest.mark.parametrize("dtype", [F64, F32, BF16])
 @pytest.mark.parametrize(("rows", "hidden"), [((), (4, 5)), ((3,), (4, 5)), ((2, 3), (1, 7)), ((2, 3), (2, 3, 4))])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_several_normalized_dims_are_right_to_rounding(device, dtype, rows, hidden, weighted: bool) -> None:  # noqa: ANN001
+def test_several_normalized_dims_are_right_to_rounding(device, dtype, rows, hidden, weighted: bool) -> None:
     x, dy = _draw(*rows, *hidden, dtype=dtype, device=device), _draw(*rows, *hidden, dtype=dtype, device=device)
     weight = _draw(*hidden, dtype=dtype, device=device) if weighted else None
     _assert_correct(x, weight, dy, ndim=len(hidden))
@@ -153,7 +154,7 @@ def test_several_normalized_dims_are_right_to_rounding(device, dtype, rows, hidd
 @pytest.mark.parametrize("scale", [1e-2, 1.0, 300.0])  # 300²: beyond float16
 @pytest.mark.parametrize("eps", [0.0, 1e-5, 1e-2, 10.0])
 @pytest.mark.parametrize("dtype", [F32, F16])
-def test_every_eps_is_right_beside_small_and_large_values(device, dtype, eps: float, scale: float) -> None:  # noqa: ANN001
+def test_every_eps_is_right_beside_small_and_large_values(device, dtype, eps: float, scale: float) -> None:
     x = (torch.randn(4, 64, dtype=F64) * scale).to(device, dtype)
     _assert_correct(x, _draw(64, dtype=dtype, device=device), _draw(4, 64, dtype=dtype, device=device), eps=eps)
 
@@ -188,7 +189,7 @@ def _gemma(x: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("model", "mode", "offset"), [(_llama, "llama", 0.0), (_gemma, "gemma", 1.0)])
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_a_casting_mode_is_its_model_family_bit_for_bit(dtype, model: Callable, mode: str, offset: float) -> None:  # noqa: ANN001
+def test_a_casting_mode_is_its_model_family_bit_for_bit(dtype, model: Callable, mode: str, offset: float) -> None:
     # Multiples of 1/8, so that Σ x² is exact in whatever order it is summed.
     x, weight = (torch.randint(-15, 16, (70, 256)) / 8).to(dtype), _draw(256, dtype=dtype)
     assert torch.equal(rms_norm(x, weight, offset=offset, casting_mode=mode), model(x, weight))
@@ -198,13 +199,13 @@ def test_a_casting_mode_is_its_model_family_bit_for_bit(dtype, model: Callable, 
     "options", [{}, {"offset": 1.0, "casting_mode": "gemma"}, {"eps": 0.0, "casting_mode": "none"}]
 )
 @pytest.mark.parametrize(("x_shape", "weight_shape"), [((3, 5), (5,)), ((2, 3, 4), (3, 4)), ((4,), None)])
-def test_gradcheck_passes_in_float64(x_shape, weight_shape, options: dict) -> None:  # noqa: ANN001
+def test_gradcheck_passes_in_float64(x_shape, weight_shape, options: dict) -> None:
     x = _draw(*x_shape, dtype=F64).requires_grad_()
     weight = None if weight_shape is None else _draw(*weight_shape, dtype=F64).requires_grad_()
     assert torch.autograd.gradcheck(lambda *inputs: rms_norm(*inputs, **options), (x, weight))
 
 
-# --- memory layouts ------------------------------------------------------------------------------------------------------
+# --- memory layouts ---
 
 N = 24
 VIEWS: dict[str, Callable[[Callable[..., Tensor]], Tensor]] = {
@@ -233,7 +234,7 @@ WEIGHT_VIEWS: dict[str, Callable[[Callable[..., Tensor]], Tensor]] = {
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("which", ["x", "dy", "both"])
-def test_a_view_gives_the_bits_of_its_copy(device, dtype, view: str, which: str) -> None:  # noqa: ANN001
+def test_a_view_gives_the_bits_of_its_copy(device, dtype, view: str, which: str) -> None:
     def new(*shape: int) -> Tensor:
         return _draw(*shape, dtype=dtype, device=device)
 
@@ -248,7 +249,7 @@ def test_a_view_gives_the_bits_of_its_copy(device, dtype, view: str, which: str)
 
 
 @pytest.mark.parametrize("view", WEIGHT_VIEWS)
-def test_a_weight_that_is_a_view_gives_the_bits_of_its_copy(device, view: str) -> None:  # noqa: ANN001
+def test_a_weight_that_is_a_view_gives_the_bits_of_its_copy(device, view: str) -> None:
     x, dy = _draw(5, 6, N, device=device), _draw(5, 6, N, device=device)
     weight = WEIGHT_VIEWS[view](lambda *shape: _draw(*shape, device=device))
     assert _equal(_gradients(x, weight, dy), _gradients(x, weight.resolve_neg().clone().contiguous(), dy))
@@ -268,12 +269,12 @@ def test_views_of_several_normalized_dims_give_the_bits_of_their_copies(device: 
     assert _equal(_gradients(x, weight, dy), _gradients(x.contiguous(), weight.contiguous(), dy.contiguous()))
 
 
-# --- zero rows, NaN ------------------------------------------------------------------------------------------------------
+# --- zero rows, NaN ---
 
 
 @pytest.mark.parametrize(("rows", "hidden"), [((0,), (8,)), ((3, 0, 2), (8,)), ((0, 4), (2, 3))])
 @pytest.mark.parametrize("dtype", [F64, BF16])
-def test_zero_rows_give_zero_dw(device, dtype, rows, hidden) -> None:  # noqa: ANN001
+def test_zero_rows_give_zero_dw(device, dtype, rows, hidden) -> None:
     x, weight = _draw(*rows, *hidden, dtype=dtype, device=device), _draw(*hidden, dtype=dtype, device=device)
     y, dx, dw = _gradients(x, weight, torch.zeros_like(x))
     assert y.shape == dx.shape == x.shape
@@ -283,7 +284,7 @@ def test_zero_rows_give_zero_dw(device, dtype, rows, hidden) -> None:  # noqa: A
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_nan_and_inf_stay_in_their_row(device, dtype, value: float) -> None:  # noqa: ANN001
+def test_nan_and_inf_stay_in_their_row(device, dtype, value: float) -> None:
     x, weight, dy = (_draw(*shape, dtype=dtype, device=device) for shape in ((6, 33), (33,), (6, 33)))
     spoilt = x.clone()
     spoilt[2, 5] = value
@@ -294,7 +295,7 @@ def test_nan_and_inf_stay_in_their_row(device, dtype, value: float) -> None:  # 
     assert y[2].isnan().all() == math.isnan(value)
 
 
-# --- who needs a gradient ------------------------------------------------------------------------------------------------
+# --- who needs a gradient ---
 
 
 class _Calls(TorchDispatchMode):
@@ -362,7 +363,7 @@ def test_an_x_that_is_no_leaf_passes_its_gradient_on() -> None:
     assert torch.equal(leaf.grad, 2.0 * _gradients(2.0 * x, weight, dy)[1])
 
 
-# --- memory --------------------------------------------------------------------------------------------------------------
+# --- memory ---
 
 
 def test_arguments_are_not_modified(device: str) -> None:
@@ -392,7 +393,7 @@ def _saved(x: Tensor, weight: Tensor | None, **options: Any) -> list[Tensor]:
 @pytest.mark.parametrize("view", ["contiguous", "a_third_of_a_fused_qkv", "every_other_column"])
 @pytest.mark.parametrize("weight_dtype", [None, BF16, F32])
 @pytest.mark.parametrize("options", [{}, {"offset": 1.0, "casting_mode": "gemma"}])
-def test_one_number_a_row_is_saved_beside_x_and_weight(device, dtype, view, weight_dtype, options) -> None:  # noqa: ANN001
+def test_one_number_a_row_is_saved_beside_x_and_weight(device, dtype, view, weight_dtype, options) -> None:
     make = VIEWS.get(view, lambda new: new(5, 6, N))
     x = make(lambda *shape: _draw(*shape, dtype=dtype, device=device)).detach().requires_grad_()
     weight = None if weight_dtype is None else _draw(N, dtype=weight_dtype, device=device).requires_grad_()
@@ -427,7 +428,7 @@ def test_y_may_be_changed_in_place() -> None:
 
 @pytest.mark.parametrize("dtype", [F64, F32, BF16])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_in_place_writes_dx_over_dy(device, dtype, weighted: bool) -> None:  # noqa: ANN001
+def test_in_place_writes_dx_over_dy(device, dtype, weighted: bool) -> None:
     x, dy = _draw(40, 33, dtype=dtype, device=device), _draw(40, 33, dtype=dtype, device=device)
     weight = _draw(33, dtype=dtype, device=device) if weighted else None
     expected = _gradients(x, weight, dy)
@@ -453,7 +454,7 @@ def test_in_place_is_right_for_a_sum_whose_dy_is_expanded() -> None:
     assert _equal((x.grad, weight.grad), (dx, dw))
 
 
-# --- double backward -----------------------------------------------------------------------------------------------------
+# --- double backward ---
 
 
 @pytest.mark.parametrize("observed", [False, True])
@@ -483,12 +484,12 @@ def test_double_backward_through_dy_is_refused() -> None:
         torch.autograd.grad(dx.sum(), dy)
 
 
-# --- the same bits -------------------------------------------------------------------------------------------------------
+# --- the same bits ---
 
 
 @pytest.mark.parametrize(("rows", "hidden"), [(700, 1000), (130, 4097)])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_results_are_bitwise_repeatable(device, dtype, rows: int, hidden: int) -> None:  # noqa: ANN001
+def test_results_are_bitwise_repeatable(device, dtype, rows: int, hidden: int) -> None:
     x, dy = _draw(rows, hidden, dtype=dtype, device=device), _draw(rows, hidden, dtype=dtype, device=device)
     weight = _draw(hidden, dtype=dtype, device=device)
     first = _gradients(x, weight, dy)
@@ -498,7 +499,7 @@ def test_results_are_bitwise_repeatable(device, dtype, rows: int, hidden: int) -
 
 @pytest.mark.parametrize(("rows", "hidden"), [(301, 1), (301, 17), (301, 128), (301, 1000), (80, 4097)])
 @pytest.mark.parametrize(("dtype", "mode"), [(F64, "llama"), (F32, "llama"), (BF16, "gemma"), (BF16, "none")])
-def test_a_row_is_the_same_alone_as_among_others(device, dtype, mode: str, rows: int, hidden: int) -> None:  # noqa: ANN001
+def test_a_row_is_the_same_alone_as_among_others(device, dtype, mode: str, rows: int, hidden: int) -> None:
     x, dy = _draw(rows, hidden, dtype=dtype, device=device), _draw(rows, hidden, dtype=dtype, device=device)
     weight = _draw(hidden, dtype=dtype, device=device)
     y, dx, _ = _gradients(x, weight, dy, casting_mode=mode)

@@ -16,7 +16,7 @@ def cached(function: F) -> F:
     remembered = lru_cache(maxsize=4096)(function)
 
     @wraps(function)
-    def call(*args: Any) -> Any:
-        return function(*args) if torch.compiler.is_compiling() else remembered(*args)
+    def call(*args: Any, **named: Any) -> Any:
+        return (function if torch.compiler.is_compiling() else remembered)(*args, **named)
 
     return call  # type: ignore[return-value]
