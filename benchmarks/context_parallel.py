@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py [--shape 16384,8192] [--out results/FILE.json]
 
-Device time is the median over calls with a cold L2, the slowest rank's. Calls are queued behind a kernel that keeps the GPU
-busy, so that a call's own launches follow one another as they do in a training step, whatever the host takes; the
+Device time is the median over calls with a cold L2, the slowest rank's. Calls are queued behind a kernel that keeps the
+GPU busy, so that a call's own launches follow one another as they do in a training step, whatever the host takes; the
 host's time is measured by itself, as calls queued without waiting.
 """
 

@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python3 benchmarks/cpu.py [--threads 2] [--compile] [--shapes 4096x4096,…] [--csv FILE]
 
-Milliseconds, medians. torch's backward runs through autograd, dX and dW; meshnorm's is the kernels alone.
+Milliseconds, medians; for an otherwise idle machine. torch's backward runs through autograd, dX and dW; meshnorm's is
+the kernels alone.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def main() -> None:
                 ways["torch.compile"] = lambda x, weight, dy: autograd_pair(torch.compile(torch_norm), x, weight, dy)
             ways["meshnorm"] = kernel_pair
             for way, run in ways.items():
+                torch.compiler.reset()
                 times = run(x, weight, dy)
                 row = (f"{m}x{n}", str(dtype).removeprefix("torch."), way, *(f"{t:.3f}" for t in times))
                 table.append(row)

@@ -19,7 +19,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -62,7 +62,7 @@ class Subject(NamedTuple):
 
     name: str
     bytes_per_element: int
-    run: Callable[[Tensors, RowSettings | None], None]
+    run: Callable[[Tensors, Any], None]
     chosen: Callable[[int], RowSettings | None]
     candidates: Callable[[int], list]
 
@@ -71,7 +71,7 @@ def forward(t: Tensors, settings: RowSettings | None) -> None:
     gpu.forward(t.x, t.weight, 1e-6, 0.0, "llama", t.y, t.rstd, settings=settings)
 
 
-def backward(t: Tensors, settings: RowSettings | None) -> None:
+def backward(t: Tensors, settings: PersistentSettings | None) -> None:
     gpu.backward(t.dy, t.x, t.weight, t.rstd, 0.0, t.dx, t.dw, settings=settings)
 
 
@@ -87,7 +87,7 @@ def backward_statistic(t: Tensors, settings: RowSettings | None) -> None:
     gpu.backward_statistic(t.dy, t.x, t.weight, t.rstd, 0.0, t.total, settings=settings)
 
 
-def backward_apply(t: Tensors, settings: RowSettings | None) -> None:
+def backward_apply(t: Tensors, settings: PersistentSettings | None) -> None:
     gpu.backward_apply(t.dy, t.x, t.weight, t.rstd, t.total, t.n, 0.0, t.dx, t.dw, settings=settings)
 
 
@@ -158,8 +158,9 @@ SUBJECTS = (
 )
 
 
-def microseconds(run: Callable[[], None], rep: int = 60) -> float:
-    return do_bench(run, warmup=rep // 4, rep=rep, return_mode="median") * 1e3
+def microseconds(run: Callable[[], object], rep: int = 60) -> float:
+    milliseconds: Any = do_bench(run, warmup=rep // 4, rep=rep, return_mode="median")
+    return milliseconds * 1e3
 
 
 def copy_bandwidth() -> float:

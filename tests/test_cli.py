@@ -132,6 +132,8 @@ def test_a_laptop_plans_a_mesh_of_16384_ranks(capsys: pytest.CaptureFixture[str]
         ({"--x": "S(0)"}, ["x has 1 placements", "2 dims"]),
         ({"--x": "S(0),S(3)"}, ["'tp'", "3 dims"]),
         ({"--x": "S(0),Q"}, ["'Q'", "S(dim)"]),
+        ({"--x": "S(0),P(total)"}, ["'P(total)' is no placement"]),
+        ({"--x": "SS(0,0),R"}, ["'SS(0,0)' is no placement"]),
         ({"--weight": "S(1),R"}, ["weight has S", "1 dims"]),
         ({"--weight": "sharded"}, ["'sharded'", "S(dim)"]),
         ({"--output": "S(1),S(2)"}, ["output_placements asks for S", "'dp'"]),

@@ -175,6 +175,24 @@ def test_a_bad_argument_is_refused_under_compile_too() -> None:
         compiled(torch.randn(3, 16), torch.randn(8))
 
 
+def test_export_keeps_the_op_and_the_number_of_rows_free() -> None:
+    module = meshnorm.RMSNorm(16)
+    torch.nn.init.normal_(module.weight)
+    rows = ({0: torch.export.Dim.DYNAMIC},)
+    exported = torch.export.export(module, (torch.randn(5, 16),), dynamic_shapes=rows)
+    assert FORWARD in [node.target for node in exported.graph.nodes]
+    x = torch.randn(11, 16)
+    assert torch.equal(exported.module()(x), module(x))
+
+
+def test_double_backward_of_a_compiled_norm_is_refused() -> None:
+    x = torch.randn(3, 16).requires_grad_()
+    compiled = torch.compile(rms_norm, fullgraph=True, backend="aot_eager")
+    (dx,) = torch.autograd.grad(compiled(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):  # torch's own words
+        dx.sum().backward()
+
+
 # --- the ops ---
 
 
@@ -333,6 +351,7 @@ def test_jit_trace_records_the_norm() -> None:
     traced = torch.jit.trace(lambda x: rms_norm(x, weight), x)
     other = torch.randn(5, 16)
     assert torch.equal(traced(other), rms_norm(other, weight))
+    assert "meshnorm::forward" in str(traced.graph)
 
 
 # --- checkpointing ---
@@ -345,6 +364,14 @@ def test_checkpointing_gives_the_same_gradients() -> None:
         return checkpoint(rms_norm, x, weight, use_reentrant=False)  # type: ignore[return-value]
 
     _assert_same_bits(_results(norm, x, weight, dy), _results(rms_norm, x, weight, dy))
+
+
+def test_checkpointing_gives_the_same_gradients_under_create_graph() -> None:
+    # A checkpointed tensor can be unpacked once only.
+    x, weight = torch.randn(5, 16).requires_grad_(), torch.randn(16).requires_grad_()
+    y = checkpoint(rms_norm, x, weight, use_reentrant=False)
+    found = torch.autograd.grad(y.sum(), (x, weight), create_graph=True)
+    _assert_same_bits(found, torch.autograd.grad(rms_norm(x, weight).sum(), (x, weight)))
 
 
 @pytest.mark.parametrize(("keep", "runs"), [(True, 1), (False, 2)])
@@ -376,13 +403,16 @@ def test_selective_checkpointing_may_keep_the_norm(keep: bool, runs: int, compil
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_gives_the_bits_of_a_loop() -> None:
-    x, weight = torch.randn(4, 5, 16), torch.randn(4, 16)
-    assert torch.equal(torch.func.vmap(rms_norm, in_dims=(0, None))(x, weight[0]), rms_norm(x, weight[0]))
+def test_vmap_gives_what_a_loop_gives() -> None:
+    x, weight = torch.randn(4, 5, 16, dtype=F64), torch.randn(4, 16, dtype=F64)
     each = torch.stack([rms_norm(x[i], weight[i]) for i in range(4)])
-    assert torch.equal(torch.func.vmap(rms_norm)(x, weight), each)
-    over_columns = torch.func.vmap(rms_norm, in_dims=1, out_dims=1)(x)
-    assert torch.equal(over_columns, rms_norm(x))
+    pairs = [
+        (torch.func.vmap(rms_norm, in_dims=(0, None))(x, weight[0]), rms_norm(x, weight[0])),
+        (torch.func.vmap(rms_norm)(x, weight), each),
+        (torch.func.vmap(rms_norm, in_dims=1, out_dims=1)(x), rms_norm(x)),
+    ]
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, rtol=16 * torch.finfo(F64).eps, atol=0.0)
 
 
 def _reference(x: Tensor) -> Tensor:

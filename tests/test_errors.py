@@ -30,6 +30,7 @@ from meshnorm.errors import (
     OffsetError,
     OptionError,
     PlacementError,
+    TensorLayoutError,
     UnreachableLayoutError,
     WeightShapeError,
 )
@@ -37,6 +38,7 @@ from meshnorm.formula import reference_forward
 
 BUILTINS = {
     DTypeError: TypeError,
+    TensorLayoutError: TypeError,
     DeviceError: ValueError,
     NormalizedShapeError: ValueError,
     WeightShapeError: ValueError,
@@ -119,6 +121,7 @@ PLAIN: dict[str, tuple[type[MeshnormError], Callable[[], Any], list[str]]] = {
     "integer_x": (DTypeError, lambda: rms_norm(_x(torch.int64)), ["x has dtype torch.int64", "bfloat16", "cast"]),
     "boolean_x": (DTypeError, lambda: rms_norm(_x(torch.bool)), ["x has dtype torch.bool", "cast"]),
     "complex_x": (DTypeError, lambda: rms_norm(_x(torch.complex64)), ["x has dtype torch.complex64", "cast"]),
+    "sparse_x": (TensorLayoutError, lambda: rms_norm(_x().to_sparse()), ["x is torch.sparse_coo", "densify"]),
     "float8_x": (DTypeError, lambda: rms_norm(_x(torch.float8_e4m3fn)), ["x has dtype torch.float8", "cast"]),
     "integer_weight": (DTypeError, lambda: rms_norm(_x(), W.int()), ["weight has dtype torch.int32", "cast"]),
     "weight_elsewhere": (
@@ -240,6 +243,14 @@ def _double_backward_of_a_dtensor(mesh: DeviceMesh) -> None:
     torch.autograd.grad(dx, x, _dtensor(mesh, (S0, S2), (4, 6, 8)))
 
 
+def _double_backward_of_a_partial_x(mesh: DeviceMesh) -> None:
+    # dY does not depend on x: only dX itself ties the penalty to x.
+    x = _dtensor(mesh, (S0, P), (4, 6, 8)).requires_grad_()
+    y = rms_norm(x)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+    (y.to_local().sum() + dx.to_local().square().sum()).backward()
+
+
 def _names_differ(mesh: DeviceMesh, *shape: int) -> DTensor:
     return _replicated(mesh_for((("dp", 2), ("cp", 2))), *shape)
 
@@ -358,6 +369,11 @@ ON_RANKS: dict[str, tuple[type[MeshnormError], Callable[[DeviceMesh], None], lis
     ),
     "no_rows_on_some_ranks": (EpsError, _refused(S0, R, shape=(1, 8), eps=-1.0), ["eps is -1.0"]),
     "double_backward": (DoubleBackwardError, _double_backward_of_a_dtensor, ["create_graph=False"]),
+    "double_backward_of_a_partial_x": (
+        DoubleBackwardError,
+        _double_backward_of_a_partial_x,
+        ["create_graph=False", "reference_forward"],
+    ),
 }
 
 
@@ -392,3 +408,35 @@ def test_every_rank_is_refused_alike_and_goes_on(pool4: RankPool, name: str) -> 
     assert not [word for word in words if word not in told], told
     assert right
     assert pids in ((), pool4.pids)
+
+
+def _change_before_the_backward(which: str, x_placements: Any, weight_placements: Any) -> str:
+    """On each rank: what the backward said of an x or a weight that was changed after the forward."""
+    mesh = mesh_for((("dp", 2), ("tp", 2)))
+    x = _dtensor(mesh, x_placements, (4, 6, 8)).requires_grad_()
+    plain = weight_placements is None
+    weight = torch.ones(8) if plain else _dtensor(mesh, weight_placements, (8,))
+    weight.requires_grad_()
+    hidden = x * 1.0
+    y = rms_norm(hidden, weight)
+    with torch.no_grad():
+        (hidden if which == "x" else weight).mul_(2.0)
+    try:
+        y.backward(_dtensor(mesh, x_placements, (4, 6, 8)))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("which", ["x", "weight"])
+@pytest.mark.parametrize(
+    ("x_placements", "weight_placements"),
+    [((S0, S1), (R, R)), ((S0, S2), (R, R)), ((S0, S2), (R, S0)), ((S0, S2), None)],
+    ids=["rows", "hidden", "hidden_and_weight", "plain_weight"],
+)
+def test_a_change_before_the_backward_is_noticed_on_every_rank(
+    pool4: RankPool, which: str, x_placements: Any, weight_placements: Any
+) -> None:
+    # As torch notices it for its own ops: gradients of the changed values would be silently wrong.
+    for words in pool4.run(_change_before_the_backward, which, x_placements, weight_placements):
+        assert "inplace" in words

@@ -31,9 +31,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 
 
 @pytest.fixture(autouse=True, scope="module")
-def interpreter_rounds_bfloat16() -> Iterator[None]:
-    """Triton's interpreter truncates to bfloat16, and takes a bfloat16's bits for its value on the way to float64. Here
-    it converts as the hardware does, so that the tolerance need not know."""
+def interpreter_does_as_the_hardware() -> Iterator[None]:
+    """Triton's interpreter truncates to bfloat16, and takes a bfloat16's bits for its value on the way to float64: here
+    it rounds, so that the tolerance need not know. Triton 3.6's fails on a loop's bounds with NumPy 2.4."""
     if CUDA:
         yield
         return
@@ -55,9 +55,15 @@ def interpreter_rounds_bfloat16() -> Iterator[None]:
             data = values.to(dtypes[target]).numpy()
         return interpreter.TensorHandle(data, target)
 
-    builder.cast_impl = cast_impl
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor, *scope):
+        patch_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    builder.cast_impl, interpreter._patch_lang_tensor = cast_impl, patch_lang_tensor
     yield
-    builder.cast_impl = cast
+    builder.cast_impl, interpreter._patch_lang_tensor = cast, patch_tensor
 
 
 class TestTriton(KernelPromises):
@@ -135,7 +141,7 @@ class TestGpu(KernelRunner):
             self.check(Case(m, n))
             torch.cuda.empty_cache()
 
-    @pytest.mark.parametrize("n", [128, 1002, 4096, 5120, 16384, 40000])
+    @pytest.mark.parametrize("n", [128, 1002, 5120, 40000])
     def test_bits_do_not_depend_on_rows_nor_alignment(self, n: int) -> None:
         case = Case(4099, n)
         exact = Exact(case, "cuda")
@@ -143,12 +149,12 @@ class TestGpu(KernelRunner):
         for start, stop in ((0, 1), (7, 9), (4098, 4099), (1000, 2001)):
             x, dy = exact.x[:, start:stop], exact.dy[:, start:stop]
             self.assert_same_bits(whole, case, x, dy, exact.weight, start, stop, "alone")
-        odd = torch.empty(1, 4099, n + 1, dtype=case.dtype, device="cuda")[:, :, 1:]
-        odd.copy_(exact.x)
-        self.assert_same_bits(whole, case, odd, exact.dy, exact.weight, 0, 4099, "x at odd addresses")
-        self.assert_same_bits(
-            whole, case, odd.clone(), exact.dy, None if exact.weight is None else exact.weight.clone(), 0, 4099, "again"
-        )
+        for columns in (slice(1, n + 1), slice(n, 2 * n)):  # at odd addresses; the middle of three
+            strided = torch.empty(1, 4099, 3 * n, dtype=case.dtype, device="cuda")[:, :, columns]
+            strided.copy_(exact.x)
+            self.assert_same_bits(whole, case, strided, exact.dy, exact.weight, 0, 4099, f"x[{columns}]")
+            strided.copy_(exact.dy)
+            self.assert_same_bits(whole, case, exact.x, strided, exact.weight, 0, 4099, f"dY[{columns}]")
 
     @pytest.mark.parametrize("n", [128, 4096, 32768])
     def test_more_elements_than_32_bits_count(self, n: int) -> None:
@@ -162,14 +168,14 @@ class TestGpu(KernelRunner):
         assert dx is not None and dw is not None
         for part in (slice(0, 80), slice(m - 80, m)):
             given = (x[0, part].double(), weight.double(), 1e-6)
-            torch.testing.assert_close(y[part].double(), reference_forward(*given), rtol=2**-7, atol=1e-6)
+            torch.testing.assert_close(y[part].double(), reference_forward(*given), rtol=2.02 * 2**-8, atol=1e-6)
             exact_dx, _ = reference_backward(dy[0, part].double(), *given)
-            torch.testing.assert_close(dx[part].double(), exact_dx, rtol=2**-8, atol=1e-4)
+            torch.testing.assert_close(dx[part].double(), exact_dx, rtol=1.01 * 2**-8, atol=1e-4)
         exact_dw = torch.zeros(n, dtype=torch.float64, device="cuda")
         for part in torch.arange(m, device="cuda").split(2**27 // n):
             a, b = int(part[0]), int(part[-1]) + 1
             exact_dw += (dy[0, a:b].double() * x[0, a:b].double() * rstd[a:b, None].double()).sum(0)
-        torch.testing.assert_close(dw.double(), exact_dw, rtol=2**-8, atol=1e-5 * math.sqrt(m))
+        torch.testing.assert_close(dw.double(), exact_dw, rtol=1.01 * 2**-8, atol=1e-5 * math.sqrt(m))
 
     def test_more_rows_than_32_bits_count(self) -> None:
         m = 2**31 + 300

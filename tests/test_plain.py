@@ -168,6 +168,14 @@ def test_eps_none_is_the_accumulation_dtypes_machine_epsilon(dtype: torch.dtype)
     torch.testing.assert_close(rms_norm(x, eps=None), torch.nn.functional.rms_norm(x, (64,)))
 
 
+def test_autocast_changes_nothing() -> None:
+    x, weight = _draw(3, 16), _draw(16)
+    expected = rms_norm(x, weight)
+    with torch.autocast("cpu", dtype=BF16):
+        assert torch.equal(rms_norm(x, weight), expected)
+        assert rms_norm(x.bfloat16(), weight).dtype == BF16
+
+
 def test_normalized_shape_defaults_to_the_weights_shape_and_else_to_the_last_dim() -> None:
     x, weight = _draw(3, 4, 5), _draw(4, 5)
     assert torch.equal(rms_norm(x, weight), rms_norm(x, weight, normalized_shape=(4, 5)))
@@ -267,6 +275,14 @@ def test_views_of_several_normalized_dims_give_the_bits_of_their_copies(device: 
     weight = _draw(4, 5, device=device).t()
     assert not (x.is_contiguous() or dy.is_contiguous() or weight.is_contiguous())
     assert _equal(_gradients(x, weight, dy), _gradients(x.contiguous(), weight.contiguous(), dy.contiguous()))
+
+
+@pytest.mark.parametrize("order", [(2, 0, 1), (2, 1, 0), (1, 0, 2), (0, 2, 1)])
+def test_row_dims_in_any_order_give_the_bits_of_their_copies(device: str, order: tuple[int, ...]) -> None:
+    # Three row dims that no two strides describe, and those that two do.
+    x, dy = (_draw(2, 3, 4, N, device=device).permute(*order, 3)[:, ::2] for _ in range(2))
+    weight = _draw(N, device=device)
+    assert _equal(_gradients(x, weight, dy), _gradients(x.contiguous(), weight, dy.contiguous()))
 
 
 # --- zero rows, NaN ---
@@ -497,14 +513,15 @@ def test_results_are_bitwise_repeatable(device, dtype, rows: int, hidden: int) -
         assert _equal(_gradients(x, weight, dy), first)
 
 
-@pytest.mark.parametrize(("rows", "hidden"), [(301, 1), (301, 17), (301, 128), (301, 1000), (80, 4097)])
+@pytest.mark.parametrize(("rows", "hidden"), [(301, 1), (301, 17), (301, 128), (301, 1000), (80, 4097), (5, 70001)])
 @pytest.mark.parametrize(("dtype", "mode"), [(F64, "llama"), (F32, "llama"), (BF16, "gemma"), (BF16, "none")])
 def test_a_row_is_the_same_alone_as_among_others(device, dtype, mode: str, rows: int, hidden: int) -> None:
     x, dy = _draw(rows, hidden, dtype=dtype, device=device), _draw(rows, hidden, dtype=dtype, device=device)
     weight = _draw(hidden, dtype=dtype, device=device)
     y, dx, _ = _gradients(x, weight, dy, casting_mode=mode)
-    for part in (slice(0, 1), slice(rows - 1, rows), slice(17, 18), slice(0, 2), slice(3, 8), slice(20, 71)):
-        found = _gradients(x[part], weight, dy[part], casting_mode=mode)
-        assert _equal(found[:2], (y[part], dx[part]))
-    alone = _gradients(x[42], weight, dy[42], casting_mode=mode)  # without row dims
-    assert _equal(alone[:2], (y[42], dx[42]))
+    third = rows // 3
+    for first, last in ((0, 1), (rows - 1, rows), (third, third + 1), (0, 2), (1, 4), (third, 2 * third)):
+        found = _gradients(x[first:last], weight, dy[first:last], casting_mode=mode)
+        assert _equal(found[:2], (y[first:last], dx[first:last]))
+    alone = _gradients(x[third], weight, dy[third], casting_mode=mode)  # without row dims
+    assert _equal(alone[:2], (y[third], dx[third]))

@@ -176,9 +176,9 @@ def test_an_unreachable_output_says_where_and_what_to_do(x, output, words):
 
 
 def test_misfit_placements_are_refused():
-    with pytest.raises(PlacementError, match="1 placements, but the mesh .* has 2 dims"):
+    with pytest.raises(PlacementError, match=r"1 placements, but the mesh .* has 2 dims"):
         plan(SHAPE, [S(0)], MESH)
-    with pytest.raises(PlacementError, match="'cp'.*3 dims"):
+    with pytest.raises(PlacementError, match=r"'cp'.*3 dims"):
         plan(SHAPE, [S(0), S(3)], MESH)
     with pytest.raises(PlacementError, match="no Placement"):
         plan(SHAPE, [S(0), "S(1)"], MESH)

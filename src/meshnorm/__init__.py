@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from meshnorm.functional import rms_norm
 from meshnorm.module import RMSNorm
 
@@ -12,11 +14,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 __all__ = ["Collective", "Plan", "RMSNorm", "plan", "rms_norm"]
+if not torch.distributed.is_available():
+    # Plans speak of placements, which such a build of torch does not have.
+    __all__ = ["RMSNorm", "rms_norm"]
 
 
 def __getattr__(name: str) -> Any:
-    # Plans speak of placements, which a torch built without distributed does not have.
-    if name in ("Collective", "Plan", "plan"):
+    if name in ("Collective", "Plan", "plan") and torch.distributed.is_available():
         from meshnorm import planning as module
 
         return getattr(module, name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # FakeTensorMode, CommDebugMode, selective checkpointing, make_fx
@@ -25,4 +26,20 @@ def unobserved(*tensors: Tensor | None) -> bool:
                 return False
         elif tensor is not None:
             return False
-    return _dispatch_modes() == 0 and _function_transform() is None and _jit_tracing() is None
+    return (
+        _dispatch_modes() == 0
+        and _function_transform() is None
+        and _jit_tracing() is None
+        and forward_ad._current_level < 0
+    )
+
+
+def transformed(*tensors: Tensor | None) -> bool:
+    """True inside torch.func's transforms, and where a tensor has a forward-mode tangent, which an op would drop."""
+    if torch.compiler.is_compiling():
+        return False
+    if _function_transform() is not None:
+        return True
+    return forward_ad._current_level >= 0 and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )

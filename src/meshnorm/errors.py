@@ -11,6 +11,10 @@ class DTypeError(MeshnormError, TypeError):
     """A tensor's dtype is not one that can be normalized (float64, float32, bfloat16, float16)."""
 
 
+class TensorLayoutError(MeshnormError, TypeError):
+    """A tensor is sparse, nested or otherwise not strided."""
+
+
 class DeviceError(MeshnormError, ValueError):
     """x and the weight live on different devices, or on one that meshnorm has no kernel for."""
 

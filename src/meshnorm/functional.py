@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from meshnorm.errors import (
     NormalizedShapeError,
     OffsetError,
     OptionError,
+    TensorLayoutError,
     WeightShapeError,
 )
 from meshnorm.formula import CASTING_MODES, accumulation_dtype
@@ -66,9 +68,9 @@ def rms_norm(
         hidden: what happens where a mesh dim shards the normalized dims. ``"stats"``: one number a row is exchanged
             each way and y keeps x's layout. ``"gather"``: x is gathered and y is replicated on that mesh dim.
         weight_grad: ``"deferred"`` leaves the weight's gradient as ``Partial("sum")`` over the mesh dims that shard
-            rows (a DTensor weight), or as the sum over the rank's own rows (a plain weight). ``"reduced"`` sums it over all
-            these mesh dims, in the accumulation dtype. ``"auto"``: deferred for a DTensor weight, reduced for a plain
-            weight beside a DTensor x. Between plain tensors there is nothing to reduce.
+            rows (a DTensor weight), or as the sum over the rank's own rows (a plain weight). ``"reduced"`` sums it over
+            all these mesh dims, in the accumulation dtype. ``"auto"``: deferred for a DTensor weight, reduced for a
+            plain weight beside a DTensor x. Between plain tensors there is nothing to reduce.
         output_placements: y's placements, to choose how a partial x is reduced: ``Replicate()`` (the default) or
             ``Shard(d)`` on a mesh dim where x is partial; on every other one what the layout gives anyway.
         in_place: dX is written over dY. Wrong where anything else still reads dY, a residual branch for one.
@@ -77,8 +79,8 @@ def rms_norm(
         y of x's shape and dtype; a DTensor for a DTensor x, in x's layout (partial dims resolved).
 
     Raises:
-        DTypeError, NormalizedShapeError, WeightShapeError, EpsError, OffsetError, CastingModeError, OptionError,
-        DeviceError, MixedTensorError, MeshMismatchError, PlacementError, UnreachableLayoutError: see
+        DTypeError, TensorLayoutError, NormalizedShapeError, WeightShapeError, EpsError, OffsetError, CastingModeError,
+        OptionError, DeviceError, MixedTensorError, MeshMismatchError, PlacementError, UnreachableLayoutError: see
         ``meshnorm.errors``. All are raised from metadata that ranks share, before any communication.
 
     Example:
@@ -90,8 +92,10 @@ def rms_norm(
     eps = _check_numbers(x, weight, eps, offset, casting_mode, hidden, weight_grad)
     if is_dtensor(x):
         _check_meshes(x, weight)
-        from meshnorm.sharded import sharded_rms_norm
+        from meshnorm.sharded import encoded, sharded_rms_norm
 
+        if output_placements is not None and torch.compiler.is_compiling():
+            output_placements = tuple(encoded(placement) for placement in output_placements)  # type: ignore[misc]
         return sharded_rms_norm(
             x,  # type: ignore[arg-type]
             weight,
@@ -127,7 +131,7 @@ def _check_normalized(x: Tensor, weight: Tensor | None, normalized_shape: int | 
     if normalized_shape is None:
         shape = tuple(weight.shape) if weight is not None else tuple(x.shape[-1:])
     else:
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        shape = (int(normalized_shape),) if isinstance(normalized_shape, Integral) else tuple(normalized_shape)  # type: ignore[arg-type]
     if not shape:
         raise NormalizedShapeError(
             "there is no dim to normalize: x or the weight has no dims; RMSNorm needs at least one normalized dim"
@@ -159,6 +163,8 @@ def _check_numbers(
     """eps as a float, all dtypes, devices and options having been checked."""
     if x.dtype not in DTYPES:
         raise DTypeError(f"x has dtype {x.dtype}: RMSNorm takes float64, float32, bfloat16 or float16; cast x first")
+    if x.layout is not torch.strided:
+        raise TensorLayoutError(f"x is {x.layout}: RMSNorm takes strided tensors; densify x, or take its values")
     if weight is not None:
         if weight.dtype not in DTYPES:
             raise DTypeError(

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from meshnorm.caching import cached
 from meshnorm.errors import PlacementError, UnreachableLayoutError
 from meshnorm.geometry import Split, chains, shard_dim, split_factor
 
@@ -146,7 +146,7 @@ def _same_split(placement: Placement, dim: int) -> Placement:
     return Shard(dim) if factor is None else type(placement)(dim, split_factor=factor)  # type: ignore[call-arg]
 
 
-@cached
+@lru_cache(maxsize=4096)
 def route_of(
     mesh: Mesh,
     x: Placements,
@@ -249,7 +249,7 @@ def move(mesh: Mesh, have: Placements, want: Placements, ndim: int) -> Move:
     return _move(mesh, have, chains(want, mesh.sizes, ndim))
 
 
-@cached
+@lru_cache(maxsize=4096)
 def _move(mesh: Mesh, have: Placements, want: tuple[tuple[Split, ...], ...]) -> Move:
     ndim = len(want)
     before = chains(have, mesh.sizes, ndim)

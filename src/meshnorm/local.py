@@ -9,15 +9,21 @@ import torch
 from torch import Tensor
 
 from meshnorm import ops
-from meshnorm.dispatch import unobserved
+from meshnorm.dispatch import transformed, unobserved
 from meshnorm.errors import DoubleBackwardError
+from meshnorm.formula import reference_forward
 
 
 def local_rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, ndim: int, in_place: bool
 ) -> Tensor:
-    """y for plain tensors whose arguments are checked. ``in_place`` has no effect where something traces the call."""
+    """y for plain tensors whose arguments are checked. ``in_place`` has no effect where something traces the call.
+
+    Under torch.func's transforms and in forward mode the formula itself is run: slower, and differentiable in any way.
+    """
     if not unobserved(x, weight):
+        if transformed(x, weight):
+            return reference_forward(x, weight, eps, offset, casting_mode, ndim)
         return ops.forward.op(x, weight, eps, offset, casting_mode, ndim)[0]  # type: ignore[attr-defined]
     if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
         return _LocalRMSNorm.apply(x, weight, eps, offset, casting_mode, ndim, in_place)
@@ -35,22 +41,24 @@ class _LocalRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
         if torch.is_grad_enabled():  # create_graph=True
-            return once_differentiable(_LocalRMSNorm.backward, ctx, dy, ctx.saved_tensors)
-        x, weight, rstd = ctx.saved_tensors
-        needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        dw_dtype = weight.dtype if needs_dw else x.dtype
-        args = (dy, x, weight, rstd, ctx.offset, ctx.ndim, needs_dx, needs_dw, dw_dtype)
-        dx, dw = ops.backward_into(*args, True) if ctx.in_place and unobserved(dy, x) else ops.backward(*args)
-        return dx if needs_dx else None, dw if needs_dw else None, None, None, None, None, None
+            return once_differentiable(_local_backward, ctx, dy)
+        return _local_backward(ctx, dy, *ctx.saved_tensors)
 
 
-def once_differentiable(
-    backward: Callable[..., Any], ctx: Any, dy: Tensor, inputs: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
+def _local_backward(ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor | None, ...]:
+    needs_dx, needs_dw = ctx.needs_input_grad[:2]
+    dw_dtype = weight.dtype if needs_dw and weight is not None else x.dtype
+    args = (dy, x, weight, rstd, ctx.offset, ctx.ndim, needs_dx, needs_dw, dw_dtype)
+    dx, dw = ops.backward_into(*args, True) if ctx.in_place and unobserved(dy, x) else ops.backward(*args)
+    return dx if needs_dx else None, dw if needs_dw else None, None, None, None, None, None
+
+
+def once_differentiable(backward: Callable[..., Any], ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of ``backward``, tied to what they depend on: differentiating them again raises an error."""
+    saved = ctx.saved_tensors  # read once: what checkpointing recomputes is there for one reading
     with torch.no_grad():
-        gradients = backward(ctx, dy)
-    return tuple(None if g is None else _Once.apply(g, dy, *inputs) for g in gradients)
+        gradients = backward(ctx, dy, *saved)
+    return tuple(None if g is None else _Once.apply(g, dy, *saved) for g in gradients)
 
 
 class _Once(torch.autograd.Function):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshnorm.caching import cached
 from meshnorm.layout import Mesh
 
 
@@ -14,14 +15,14 @@ def mesh_names(device_mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(device_mesh.mesh_dim_names or map(str, range(device_mesh.ndim)))
 
 
-@cached
+@lru_cache(maxsize=4096)
 def describe(device_mesh: DeviceMesh) -> Mesh:
     """The mesh as layouts see it, read once: groups made after the first norm on this mesh are not looked for.
 
     Only groups that exist are used. Making one would be a collective call of all ranks in the middle of a forward pass,
     and would hang under pipeline parallelism, where not all ranks run the same norm.
     """
-    sizes = tuple(device_mesh.shape)
+    sizes = device_mesh.shape
     active = tuple(dim for dim, size in enumerate(sizes) if size > 1)
     joint = set()
     for subset in _subsets(active):
@@ -30,7 +31,7 @@ def describe(device_mesh: DeviceMesh) -> Mesh:
     return Mesh(mesh_names(device_mesh), sizes, frozenset(joint))
 
 
-@cached
+@lru_cache(maxsize=4096)
 def group_name(device_mesh: DeviceMesh, dims: tuple[int, ...]) -> str:
     """The name of the process group over ``dims``: one mesh dim, or a set that ``describe`` calls joint."""
     group = device_mesh.get_group(dims[0]) if len(dims) == 1 else _spanning_group(device_mesh, dims)

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import (
 from meshnorm.errors import PlacementError
 from meshnorm.geometry import split_factor
 
+REDUCTIONS = ("sum", "avg", "max", "min", "product")
 _PATTERN = re.compile(r"(R|P|S|SS)(?:\(\s*([^()]*?)\s*\))?")
 
 
@@ -26,13 +27,14 @@ def parse_placement(text: str) -> Placement:
     try:
         if kind == "R" and inside is None:
             return Replicate()
-        if kind == "P":
+        if kind == "P" and (inside or "sum") in REDUCTIONS:
             return Partial(inside or "sum")
         if kind == "S" and inside:
             return Shard(int(inside))
         if kind == "SS" and inside:
-            dim, factor = inside.split(",")
-            return _StridedShard(int(dim), split_factor=int(factor))
+            dim, factor = map(int, inside.split(","))
+            if factor >= 1:
+                return _StridedShard(dim, split_factor=factor)
     except ValueError:
         pass
     raise PlacementError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from meshnorm.caching import cached
 from meshnorm.errors import NormalizedShapeError, OptionError, PlacementError
 from meshnorm.formula import accumulation_dtype
 from meshnorm.functional import HIDDEN, WEIGHT_GRADS
@@ -158,7 +158,7 @@ def plan(
     return priced(route, shape, dtype, dtype_of_weight, x_requires_grad, at, dy)
 
 
-@cached
+@lru_cache(maxsize=4096)
 def priced(
     route: Route,
     shape: tuple[int, ...],

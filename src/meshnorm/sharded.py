@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from meshnorm import collectives, ops
-from meshnorm.caching import cached
 from meshnorm.dispatch import unobserved
 from meshnorm.errors import MixedTensorError
 from meshnorm.formula import accumulation_dtype
@@ -26,6 +26,7 @@ from meshnorm.local import once_differentiable
 from meshnorm.meshes import describe, group_name
 
 
+@torch.compiler.allow_in_graph
 def sharded_rms_norm(
     x: DTensor,
     weight: Tensor | None,
@@ -38,8 +39,14 @@ def sharded_rms_norm(
     output_placements: Sequence[Placement] | None,
     in_place: bool,
 ) -> Tensor:
-    """y as a DTensor on x's mesh. Arguments are checked but for what concerns placements."""
+    """y as a DTensor on x's mesh. Arguments are checked but for what concerns placements.
+
+    torch.compile puts the whole call into its graph and traces what it does to local tensors; the layout arithmetic is
+    run, not traced, which no release of it manages without a graph break.
+    """
     route = route_for(x, weight, ndim, hidden, weight_grad, output_placements)
+    if not route.x_move.is_nothing:
+        x = _Moved.apply(x, route)
     return _ShardedRMSNorm.apply(x, weight, route, eps, offset, casting_mode, in_place)
 
 
@@ -66,13 +73,26 @@ def route_for(
         weight_placement,
         hidden,
         weight_grad,
-        None if output_placements is None else tuple(output_placements),
+        None if output_placements is None else tuple(map(_decoded, output_placements)),
         x.requires_grad,
         weight is not None and weight.requires_grad,
     )
 
 
-@cached
+def encoded(placement: Placement) -> str | int:
+    """A placement as what torch.compile can put into a graph as a constant: "R", "P" or the tensor dim."""
+    if placement.is_replicate():
+        return "R"
+    return "P" if placement.is_partial() else placement.dim  # type: ignore[attr-defined]
+
+
+def _decoded(placement: Placement | str | int) -> Placement:
+    if isinstance(placement, int):
+        return Shard(placement)
+    return {"R": Replicate(), "P": Partial()}.get(placement, placement) if isinstance(placement, str) else placement
+
+
+@lru_cache(maxsize=4096)
 def _route(
     device_mesh: DeviceMesh,
     x: Placements,
@@ -95,6 +115,37 @@ def _route(
     return route_of(mesh, x, x_ndim, ndim, weight, hidden, weight_grad, output, x_requires_grad, weight_requires_grad)
 
 
+class _Moved(torch.autograd.Function):
+    """x in the layout in which it is normalized: partial mesh dims reduced, hidden ones gathered where asked."""
+
+    @staticmethod
+    def forward(ctx: Any, x, route):
+        mesh, ctx.route, ctx.shape = x.device_mesh, route, x.shape
+        local = _local(x)
+        if mesh.get_coordinate() is not None:
+            local = _moved(local, route.x_move, x.shape, mesh, x.placements)
+        return _wrap(local, mesh, route.y, x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
+        if torch.is_grad_enabled():  # create_graph=True
+            return once_differentiable(_moved_backward, ctx, dy)
+        return _moved_backward(ctx, dy)
+
+
+def _moved_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradient of what was reduced is that of the result; of what was gathered, each rank's slice of it."""
+    route: Route = ctx.route
+    if not route.gathers:
+        return dy, None
+    assert isinstance(dy, DTensor)
+    mesh, local = dy.device_mesh, _local(dy)
+    if mesh.get_coordinate() is not None:
+        rows = len(ctx.shape) - route.normalized_ndim
+        local = _cut(local, (*((),) * rows, *route.hidden_chains), mesh).contiguous()
+    return _wrap(local, mesh, route.dx, ctx.shape), None
+
+
 class _ShardedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, weight, route, eps, offset, casting_mode, in_place):
@@ -103,8 +154,6 @@ class _ShardedRMSNorm(torch.autograd.Function):
         hidden_shape = tuple(shape[x.ndim - ndim :])
         local = _local(x)
         on_mesh = mesh.get_coordinate() is not None
-        if on_mesh:
-            local = _moved(local, route.x_move, shape, mesh, x.placements)
         local_weight = _local_weight(weight, route, hidden_shape, mesh)
         if not on_mesh:
             y, rstd = local.clone(), local.new_empty(0, dtype=accumulation_dtype(x.dtype))
@@ -113,7 +162,10 @@ class _ShardedRMSNorm(torch.autograd.Function):
             y, rstd = ops.apply(local, local_weight, total, math.prod(hidden_shape), eps, offset, casting_mode, ndim)
         else:
             y, rstd = ops.forward(local, local_weight, eps, offset, casting_mode, ndim)
-        ctx.save_for_backward(local, local_weight, rstd)
+        # x and the weight themselves, not their local parts, so that autograd notices when they are changed; the weight
+        # beside them where it took communication to get it.
+        gathered = route.weight_move is not None and len(route.weight_move.steps) > 0
+        ctx.save_for_backward(x, weight, rstd, local_weight if gathered else None)
         ctx.route, ctx.mesh, ctx.offset, ctx.in_place, ctx.on_mesh = route, mesh, offset, in_place, on_mesh
         ctx.shape, ctx.hidden_shape = shape, hidden_shape
         ctx.weight_dtype = None if weight is None else weight.dtype
@@ -122,23 +174,29 @@ class _ShardedRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
         if torch.is_grad_enabled():  # create_graph=True
-            return once_differentiable(_ShardedRMSNorm.backward, ctx, dy, ctx.saved_tensors)
-        route, mesh = ctx.route, ctx.mesh
-        local, local_weight, rstd = ctx.saved_tensors
-        needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        local_dy = _local_dy(dy, route, ctx.shape, mesh) if ctx.on_mesh else _local(dy)
-        if not ctx.on_mesh:
-            dx = local.clone() if needs_dx else None
-            dw = local.new_empty(0, dtype=ctx.weight_dtype) if needs_dw else None
-        else:
-            dx, dw = _local_gradients(ctx, local_dy, local, local_weight, rstd, needs_dx, needs_dw)
-            if needs_dx and route.gathers:
-                dx = _cut(dx, (*((),) * (dx.ndim - route.normalized_ndim), *route.hidden_chains), mesh).contiguous()
-            dw = _finish_dw(dw, route, ctx.hidden_shape, ctx.weight_dtype, mesh) if needs_dw else None
-        dx = _wrap(dx, mesh, route.dx, ctx.shape) if dx is not None and needs_dx else None
-        if dw is not None and route.weight != "plain":
-            dw = _wrap(dw, mesh, route.dw, ctx.hidden_shape)
-        return dx, dw, None, None, None, None, None
+            return once_differentiable(_sharded_backward, ctx, dy)
+        return _sharded_backward(ctx, dy, *ctx.saved_tensors)
+
+
+def _sharded_backward(
+    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, local_weight: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    route, mesh = ctx.route, ctx.mesh
+    local = _local(x)
+    if local_weight is None:
+        local_weight = _local_weight(weight, route, ctx.hidden_shape, mesh)
+    needs_dx, needs_dw = ctx.needs_input_grad[:2]
+    local_dy = _local_dy(dy, route, ctx.shape, mesh) if ctx.on_mesh else _local(dy)
+    if not ctx.on_mesh:
+        dx = local.clone() if needs_dx else None
+        dw = local.new_empty(0, dtype=ctx.weight_dtype) if needs_dw else None
+    else:
+        dx, dw = _local_gradients(ctx, local_dy, local, local_weight, rstd, needs_dx, needs_dw)
+        dw = _finish_dw(dw, route, ctx.hidden_shape, ctx.weight_dtype, mesh) if needs_dw else None
+    dx = _wrap(dx, mesh, route.y, ctx.shape) if dx is not None and needs_dx else None
+    if dw is not None and route.weight != "plain":
+        dw = _wrap(dw, mesh, route.dw, ctx.hidden_shape)
+    return dx, dw, None, None, None, None, None
 
 
 def _local_gradients(
@@ -172,7 +230,7 @@ def _sum(local: Tensor, steps: Sequence[Step], mesh: DeviceMesh) -> Tensor:
 
 def _moved(local: Tensor, move: Move, shape: Sequence[int], mesh: DeviceMesh, given: Sequence[Placement]) -> Tensor:
     """``local`` after a move, one mesh dim at a time. ``given`` are the tensor's own placements, as torch made them."""
-    sizes, coordinate = tuple(mesh.shape), mesh.get_coordinate()
+    sizes, coordinate = mesh.shape, mesh.get_coordinate()
     assert coordinate is not None
     chains = [list(chain) for chain in move.have]
     for step in move.steps:
@@ -208,7 +266,7 @@ def _cut(local: Tensor, chains: Sequence[Sequence[Split]], mesh: DeviceMesh) -> 
             continue
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
-        mine = held(local.size(dim), chain, tuple(mesh.shape), coordinate)
+        mine = held(local.size(dim), chain, mesh.shape, coordinate)
         parts = [local.narrow(dim, start, stop - start) for start, stop in mine]
         if len(parts) == 1:
             local = parts[0]
@@ -263,7 +321,7 @@ def _embedded(part: Tensor, chains: Sequence[Sequence[Split]], shape: tuple[int,
             continue
         whole = part.new_zeros((*part.shape[:dim], size, *part.shape[dim + 1 :]))
         at = 0
-        for start, stop in held(size, chain, tuple(mesh.shape), coordinate):
+        for start, stop in held(size, chain, mesh.shape, coordinate):
             whole.narrow(dim, start, stop - start).copy_(part.narrow(dim, at, stop - start))
             at += stop - start
         part = whole
@@ -289,7 +347,7 @@ def _wrap(local: Tensor, mesh: DeviceMesh, placements: Placements | None, shape:
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)
-        step *= size
+        step *= max(size, 1)
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(reversed(stride))
     )

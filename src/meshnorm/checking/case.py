@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from meshnorm.checking.collectives import Recorder
+from meshnorm.errors import MeshnormError
 from meshnorm.formula import accumulation_dtype, reference_backward, reference_forward, reference_rstd
 from meshnorm.functional import rms_norm
 from meshnorm.notation import parse_placements
@@ -85,6 +86,14 @@ def mesh_for(dims: tuple[tuple[str, int], ...], device_type: str = "cpu") -> Dev
         names, sizes = zip(*dims, strict=True)
         _meshes[dims] = init_device_mesh(device_type, sizes, mesh_dim_names=names)
     return _meshes[dims]
+
+
+def attempt_case(case: Case, device_type: str = "cpu") -> Outcome:
+    """``run_case``, with a refusal as a fault: every rank is refused alike, so the next case can go on."""
+    try:
+        return run_case(case, device_type)
+    except MeshnormError as error:
+        return Outcome(faults=[f"{type(error).__name__}: {error}"])
 
 
 def run_case(case: Case, device_type: str = "cpu") -> Outcome:

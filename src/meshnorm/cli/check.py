@@ -9,6 +9,7 @@ import argparse
 import itertools
 import math
 import os
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -91,17 +92,19 @@ def _check_size(mesh: dict[str, int], ranks: int) -> None:
 
 
 def _on_cpu_ranks(options: argparse.Namespace, mesh: dict[str, int]) -> int:
-    from meshnorm.checking.case import run_case
+    from meshnorm.checking.case import attempt_case
     from meshnorm.checking.ranks import RankPool
 
     with RankPool(math.prod(mesh.values())) as pool:
-        return _report(mesh, ((case, pool.run(run_case, case)) for case in cases(options, mesh)), "CPU ranks over gloo")
+        return _report(
+            mesh, ((case, pool.run(attempt_case, case)) for case in cases(options, mesh)), "CPU ranks over gloo"
+        )
 
 
 def _on_these_ranks(options: argparse.Namespace, mesh: dict[str, int]) -> int:
     import torch.distributed as dist
 
-    from meshnorm.checking.case import run_case
+    from meshnorm.checking.case import attempt_case
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -114,12 +117,14 @@ def _on_these_ranks(options: argparse.Namespace, mesh: dict[str, int]) -> int:
         def outcomes() -> Iterable[tuple[Case, list[Outcome]]]:
             for case in cases(options, mesh):
                 gathered: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(gathered, run_case(case, device))
+                dist.all_gather_object(gathered, attempt_case(case, device))
                 yield case, gathered
 
         quiet = dist.get_rank() != 0
         where = torch.cuda.get_device_name() + "s over NCCL" if device == "cuda" else "CPU ranks over gloo"
-        return _report(mesh, outcomes(), where, quiet)
+        status = _report(mesh, outcomes(), where, quiet)
+        dist.barrier()  # or a rank that leaves early aborts the others' last messages
+        return status
     finally:
         dist.destroy_process_group()
 
@@ -153,7 +158,7 @@ def _report(
         if wrong:
             faults.append(f"✗ {case}\n    " + "\n    ".join(wrong))
     if not quiet:
-        console = Console()
+        console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200)
         console.print(table)
         for fault in faults:
             console.print(fault, markup=False)

@@ -21,9 +21,13 @@ from torch import Tensor
 
 from ..formula import accumulation_dtype
 
-# Elements of a work buffer for each thread. 4096×4096 bf16 on 2 cores with 1 MiB of L2 each, forward / backward in ms:
-# 8.2 / 13.6 at 2^17, 10.2 / 17.5 at 2^16, 15 / 24 at 2^15, 7.5 / 12.4 at 2^18 (torch 2.13; F.rms_norm: 92 / 185).
-BLOCK_ELEMENTS = 1 << 17
+# Elements of a work buffer for each thread: 1 MiB of float32. Each step over a block ends with the threads waiting for
+# one another, which takes long where other processes keep the cores busy: so few and large blocks. 4096×4096 bf16 on 2
+# idle cores with 1 MiB of L2 each and 32 MiB of L3, forward / backward in ms: 22 / 39 at 2^14, 15 / 24 at 2^15, 10 / 18
+# at 2^16, 8.2 / 13.6 at 2^17, 7.5 / 12.4 at 2^18 (torch 2.13, whose F.rms_norm takes 92 / 185).
+BLOCK_ELEMENTS = 1 << 18
+# And all threads together: four buffers of 8 MiB.
+BLOCK_ELEMENTS_OF_ALL_THREADS = 1 << 21
 # On other devices a block is some ten launches: large enough for them not to count.
 BLOCK_ELEMENTS_ACCELERATOR = 1 << 24
 
@@ -152,8 +156,9 @@ class _Blocks:
         self.m, self.n = x.shape[0] * x.shape[1], x.shape[2]
         self.dtype = accumulation_dtype(x.dtype)
         self.device = x.device
-        on_cpu = x.device.type == "cpu"
-        elements = BLOCK_ELEMENTS * torch.get_num_threads() if on_cpu else BLOCK_ELEMENTS_ACCELERATOR
+        elements = BLOCK_ELEMENTS_ACCELERATOR
+        if x.device.type == "cpu":
+            elements = min(BLOCK_ELEMENTS * torch.get_num_threads(), BLOCK_ELEMENTS_OF_ALL_THREADS)
         self.rows = min(self.m, max(1, elements // self.n))
 
     def __iter__(self) -> Iterator[slice]:
