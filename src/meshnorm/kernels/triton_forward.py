@@ -43,7 +43,7 @@ def forward_kernel(
     scale = load_scale(W, cols, col_mask, OFFSET, ACC)
     rstd = reciprocal_root(mean(tl.sum(x * x, axis=1), hidden_size) + EPS)
     tl.store(RSTD + rows, rstd, mask=row_mask)
-    y = normalized(x, rstd, scale, MODE, Y.dtype.element_ty)
+    y = normalized(x, rstd[:, None], scale[None, :], MODE, Y.dtype.element_ty)
     tl.store(Y + rows.to(tl.int64)[:, None] * N + cols[None, :], y, mask=mask)
 
 
@@ -82,7 +82,7 @@ def forward_wide_kernel(
         mask = row_mask[:, None] & col_mask[None, :]
         x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0).to(ACC)
         scale = load_scale(W, cols, col_mask, OFFSET, ACC)
-        tl.store(y_rows + cols[None, :], normalized(x, rstd, scale, MODE, Y.dtype.element_ty), mask=mask)
+        tl.store(y_rows + cols[None, :], normalized(x, rstd[:, None], scale[None, :], MODE, Y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -142,7 +142,7 @@ def apply_kernel(
     rstd = reciprocal_root(mean(total, hidden_size) + EPS)
     if tl.program_id(1) == 0:
         tl.store(RSTD + rows, rstd, mask=row_mask)
-    y = normalized(x, rstd, scale, MODE, Y.dtype.element_ty)
+    y = normalized(x, rstd[:, None], scale[None, :], MODE, Y.dtype.element_ty)
     tl.store(Y + rows.to(tl.int64)[:, None] * N + cols[None, :], y, mask=mask)
 
 
@@ -160,9 +160,9 @@ def sum_of_squares(x_rows, row_mask, N: tl.constexpr, ROWS: tl.constexpr, BLOCK:
 @triton.jit
 def normalized(x, rstd, scale, MODE: tl.constexpr, DTYPE: tl.constexpr):
     """y = x̂ · scale, rounded to DTYPE where the casting mode says (see ``formula``)."""
-    x_hat = x * rstd[:, None]
+    x_hat = x * rstd
     if MODE != "gemma":
         x_hat = x_hat.to(DTYPE).to(x.dtype)
     if MODE == "none":
         scale = scale.to(DTYPE).to(x.dtype)
-    return (x_hat * scale[None, :]).to(DTYPE)
+    return (x_hat * scale).to(DTYPE)
