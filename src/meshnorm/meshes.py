@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import lru_cache
 
 import torch.distributed as dist
@@ -15,20 +16,28 @@ def mesh_names(device_mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(device_mesh.mesh_dim_names or map(str, range(device_mesh.ndim)))
 
 
-@lru_cache(maxsize=4096)
+_described: dict[int, tuple[weakref.ref[DeviceMesh], Mesh]] = {}
+
+
 def describe(device_mesh: DeviceMesh) -> Mesh:
     """The mesh as layouts see it, read once: groups made after the first norm on this mesh are not looked for.
 
     Only groups that exist are used. Making one would be a collective call of all ranks in the middle of a forward pass,
     and would hang under pipeline parallelism, where not all ranks run the same norm.
     """
+    # By identity: of two equal meshes, one may have been flattened.
+    known = _described.get(id(device_mesh))
+    if known is not None and known[0]() is device_mesh:
+        return known[1]
     sizes = device_mesh.shape
     active = tuple(dim for dim, size in enumerate(sizes) if size > 1)
     joint = set()
     for subset in _subsets(active):
         if len(subset) > 1 and _spanning_group(device_mesh, subset) is not None:
             joint.add(subset)
-    return Mesh(mesh_names(device_mesh), sizes, frozenset(joint))
+    found = Mesh(mesh_names(device_mesh), sizes, frozenset(joint))
+    _described[id(device_mesh)] = weakref.ref(device_mesh), found
+    return found
 
 
 @lru_cache(maxsize=4096)

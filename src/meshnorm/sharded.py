@@ -21,7 +21,7 @@ from meshnorm.dispatch import unobserved
 from meshnorm.errors import MixedTensorError
 from meshnorm.formula import accumulation_dtype
 from meshnorm.geometry import Split, held, local_size
-from meshnorm.layout import Move, Placements, Route, Step, WeightPlacement, move, normalize, route_of
+from meshnorm.layout import Mesh, Move, Placements, Route, Step, WeightPlacement, move, normalize, route_of
 from meshnorm.local import once_differentiable
 from meshnorm.meshes import describe, group_name
 
@@ -45,7 +45,7 @@ def sharded_rms_norm(
     run, not traced, which no release of it manages without a graph break.
     """
     route = route_for(x, weight, ndim, hidden, weight_grad, output_placements)
-    if not route.x_move.is_nothing:
+    if route.x != route.y:
         x = _Moved.apply(x, route)
     return _ShardedRMSNorm.apply(x, weight, route, eps, offset, casting_mode, in_place)
 
@@ -66,7 +66,7 @@ def route_for(
     else:
         weight_placement = "plain"
     return _route(
-        x.device_mesh,
+        describe(x.device_mesh),
         x.placements,
         x.ndim,
         ndim,
@@ -94,7 +94,7 @@ def _decoded(placement: Placement | str | int) -> Placement:
 
 @lru_cache(maxsize=4096)
 def _route(
-    device_mesh: DeviceMesh,
+    mesh: Mesh,
     x: Placements,
     x_ndim: int,
     ndim: int,
@@ -106,7 +106,6 @@ def _route(
     weight_requires_grad: bool,
 ) -> Route:
     """``route_of`` for placements as torch gives them."""
-    mesh = describe(device_mesh)
     if isinstance(weight, tuple):
         weight = normalize(weight, ndim, mesh, "weight")
     if output is not None:
@@ -136,9 +135,9 @@ class _Moved(torch.autograd.Function):
 def _moved_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """The gradient of what was reduced is that of the result; of what was gathered, each rank's slice of it."""
     route: Route = ctx.route
-    if not route.gathers:
-        return dy, None
     assert isinstance(dy, DTensor)
+    if tuple(dy.placements) == route.dx:
+        return dy, None
     mesh, local = dy.device_mesh, _local(dy)
     if mesh.get_coordinate() is not None:
         rows = len(ctx.shape) - route.normalized_ndim

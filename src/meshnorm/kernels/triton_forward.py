@@ -82,7 +82,9 @@ def forward_wide_kernel(
         mask = row_mask[:, None] & col_mask[None, :]
         x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0).to(ACC)
         scale = load_scale(W, cols, col_mask, OFFSET, ACC)
-        tl.store(y_rows + cols[None, :], normalized(x, rstd[:, None], scale[None, :], MODE, Y.dtype.element_ty), mask=mask)
+        tl.store(
+            y_rows + cols[None, :], normalized(x, rstd[:, None], scale[None, :], MODE, Y.dtype.element_ty), mask=mask
+        )
 
 
 @triton.jit(do_not_specialize=VARYING)

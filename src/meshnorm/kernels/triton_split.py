@@ -17,6 +17,17 @@ from .triton_rows import load_scale, mean, reciprocal_root, row_offsets
 VARYING = ["M", "capacity", "hidden_size", "x_b", "x_stride_a", "x_stride_b", "dy_b", "dy_stride_a", "dy_stride_b"]
 
 
+@triton.jit
+def kept(x):
+    """x, for the next iteration but one. A move that the compiler cannot see through: a loop that passes a value on
+    unchanged is not pipelined (Triton 3.6 to 3.9)."""
+    if x.dtype.primitive_bitwidth == 16:
+        moved = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
+    else:
+        moved = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=1)
+    return moved
+
+
 @triton.jit(do_not_specialize=VARYING)
 def forward_split_kernel(
     X,
@@ -53,9 +64,10 @@ def forward_split_kernel(
     cols = part * BLOCK + tl.arange(0, BLOCK)
     col_mask = cols < N
     scale = load_scale(W, cols, col_mask, OFFSET, ACC)
+    # Each its own zeros: a name that starts as another's value is not carried through the loop (Triton 3.6 to 3.9).
     x1 = tl.zeros([BLOCK], X.dtype.element_ty)
-    x2 = x1
-    x3 = x1
+    x2 = tl.zeros([BLOCK], X.dtype.element_ty)
+    x3 = tl.zeros([BLOCK], X.dtype.element_ty)
     for step in tl.range(0, tl.cdiv(M, groups) + LOOKAHEAD, num_stages=STAGES):
         row = group + step * groups
         there = row < M
@@ -79,8 +91,8 @@ def forward_split_kernel(
         y = normalized(old.to(ACC), rstd, scale, MODE, Y.dtype.element_ty)
         tl.store(Y + old_row.to(tl.int64) * N + cols, y, mask=col_mask & wanted)
         tl.store(RSTD + old_row, rstd, mask=wanted & (part == 0))
-        x3 = x2
-        x2 = x1
+        x3 = kept(x2)
+        x2 = kept(x1)
         x1 = x
     advance(STATE, SLOTS, capacity, base, tl.cdiv(M, groups) + LOOKAHEAD, BLOCK)
 
@@ -127,21 +139,24 @@ def backward_split_kernel(
     col_mask = cols < N
     scale = load_scale(W, cols, col_mask, OFFSET, ACC)
     dw = tl.zeros([BLOCK], ACC)
+    # Each its own zeros: a name that starts as another's value is not carried through the loop (Triton 3.6 to 3.9).
     x1 = tl.zeros([BLOCK], X.dtype.element_ty)
-    x2 = x1
-    x3 = x1
+    x2 = tl.zeros([BLOCK], X.dtype.element_ty)
+    x3 = tl.zeros([BLOCK], X.dtype.element_ty)
     dy1 = tl.zeros([BLOCK], DY.dtype.element_ty)
-    dy2 = dy1
-    dy3 = dy1
+    dy2 = tl.zeros([BLOCK], DY.dtype.element_ty)
+    dy3 = tl.zeros([BLOCK], DY.dtype.element_ty)
     rstd1 = tl.zeros([], ACC)
-    rstd2 = rstd1
-    rstd3 = rstd1
+    rstd2 = tl.zeros([], ACC)
+    rstd3 = tl.zeros([], ACC)
     for step in tl.range(0, tl.cdiv(M, groups) + LOOKAHEAD, num_stages=STAGES):
         row = group + step * groups
         there = row < M
         mask = col_mask & there
         x = tl.load(X + row_offsets(row, x_b, x_stride_a, x_stride_b, X_UNIT, X_FLAT) + cols, mask=mask, other=0.0)
-        dy = tl.load(DY + row_offsets(row, dy_b, dy_stride_a, dy_stride_b, DY_UNIT, DY_FLAT) + cols, mask=mask, other=0.0)
+        dy = tl.load(
+            DY + row_offsets(row, dy_b, dy_stride_a, dy_stride_b, DY_UNIT, DY_FLAT) + cols, mask=mask, other=0.0
+        )
         rstd = tl.load(RSTD + row, mask=there, other=0.0)
         share = tl.sum(dy.to(ACC) * scale * (x.to(ACC) * rstd), axis=0)
         post(ring + (step % RING) * PADDED_PARTS + part, share, base + step, there)
@@ -162,14 +177,14 @@ def backward_split_kernel(
         tl.store(DX + old_row.to(tl.int64) * N + cols, dx, mask=col_mask & wanted)
         if PARTIAL is not None:
             dw += grad * x_hat
-        x3 = x2
-        x2 = x1
+        x3 = kept(x2)
+        x2 = kept(x1)
         x1 = x
-        dy3 = dy2
-        dy2 = dy1
+        dy3 = kept(dy2)
+        dy2 = kept(dy1)
         dy1 = dy
-        rstd3 = rstd2
-        rstd2 = rstd1
+        rstd3 = kept(rstd2)
+        rstd2 = kept(rstd1)
         rstd1 = rstd
     if PARTIAL is not None:
         tl.store(PARTIAL + group.to(tl.int64) * N + cols, dw, mask=col_mask)
