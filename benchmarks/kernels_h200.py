@@ -110,12 +110,12 @@ def persistent_candidates(blocks: list[int], most: int) -> list[PersistentSettin
         for block in blocks
         for rows in (1, 2, 4, 8, 16, 32)
         for warps in (4, 8, 16, 32)
-        for stages in (2, 3, 4)
-        for per_sm in (1, 2, 4, 8)
+        for stages in (3, 4, 5)
+        for per_sm in (1, 2, 4)
         if (rows == 1 or 1024 <= rows * block <= most)
         and 8 <= rows * block / warps / 32 <= 32
         and 8 <= per_sm * warps <= 64
-        and 2 * 2 * rows * block * stages * per_sm <= 220 * 1024
+        and 2 * 2 * rows * block * (stages - 1) * per_sm <= 220 * 1024
     ]
 
 

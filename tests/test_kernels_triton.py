@@ -226,6 +226,71 @@ class TestGpu(KernelRunner):
         gpu.backward(dy, x, weight, rstd, 0.0, dx[0], dw)
         assert torch.cuda.max_memory_allocated() - before <= 0.03 * x.nbytes + rstd.nbytes
 
+    def split_results(self, case: Case, exact: Exact) -> tuple[torch.Tensor, ...]:
+        y, rstd = self.forward(case, exact.x, exact.weight)
+        dx, dw = self.backward(case, exact.dy, exact.x, exact.weight, rstd)
+        assert dx is not None and dw is not None
+        return y, rstd, dx, dw
+
+    @pytest.mark.parametrize("n", [32769, 65536, 131072, 262144])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    def test_split_rows(self, n: int, dtype: torch.dtype) -> None:
+        for m in (1, 9, 300):
+            self.check(Case(m, n, dtype=dtype))
+
+    def test_split_rows_have_the_same_bits_each_time_and_with_any_number_of_rows(self) -> None:
+        case = Case(700, 65536)
+        exact = Exact(case, "cuda")
+        first = self.split_results(case, exact)
+        for _ in range(20):
+            for a, b in zip(first, self.split_results(case, exact), strict=True):
+                assert torch.equal(a, b)
+
+    def test_split_rows_replay_in_a_graph_between_eager_calls(self) -> None:
+        case = Case(300, 65536)
+        exact = Exact(case, "cuda")
+        expected = self.split_results(case, exact)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = self.split_results(case, exact)
+        for _ in range(5):
+            for each in captured:
+                each.fill_(float("nan"))
+            graph.replay()
+            eager = self.split_results(case, exact)
+            for a, b, c in zip(expected, captured, eager, strict=True):
+                assert torch.equal(a, b) and torch.equal(a, c)
+
+    def test_split_rows_on_two_streams_at_once(self) -> None:
+        cases = [Case(500, 65536), Case(301, 131072)]
+        exacts = [Exact(case, "cuda") for case in cases]
+        expected = [self.split_results(case, exact) for case, exact in zip(cases, exacts, strict=True)]
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        torch.cuda.synchronize()
+        found: list[list[tuple[torch.Tensor, ...]]] = [[], []]
+        for _ in range(10):
+            for i, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    found[i].append(self.split_results(cases[i], exacts[i]))
+        torch.cuda.synchronize()
+        for each, results in zip(expected, found, strict=True):
+            for result in results:
+                assert all(torch.equal(a, b) for a, b in zip(each, result, strict=True))
+
+    def test_split_rows_survive_the_wrap_around_of_their_tags(self) -> None:
+        from meshnorm.kernels.exchange import workspace
+
+        case = Case(300, 65536)
+        exact = Exact(case, "cuda")
+        expected = self.split_results(case, exact)
+        space = workspace(exact.x.device)
+        for start in (2**31 - 1, 2**31 - 20, 2**31 - 60):
+            space.state[0] = start
+            for _ in range(4):
+                for a, b in zip(expected, self.split_results(case, exact), strict=True):
+                    assert torch.equal(a, b)
+            assert 0 < int(space.state[0]) < 2**20 and int(space.state[1]) == 0
+
     def test_a_changed_number_of_rows_compiles_nothing(self) -> None:
         from meshnorm.kernels.triton_backward import backward_kernel, sum_partials_kernel
         from meshnorm.kernels.triton_forward import forward_kernel

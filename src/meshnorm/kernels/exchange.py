@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 RING = 8  # rows; LOOKAHEAD up to 3 (see triton_exchange)
-# Slots of all programs: at most 8 programs a multiprocessor are resident, and a group's parts are padded to a power of two.
+# Slots of all programs: at most 8 programs a multiprocessor are resident, and a group's parts are padded to a power
+# of two.
 SLOTS_PER_MULTIPROCESSOR = 8 * 2 * RING
 
 

@@ -13,15 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .gpu_split import backward_split, can_split, forward_split, widest_split
 from .row_views import aligned, row_view
 from .settings import (
     SUM_PARTIALS,
     PersistentSettings,
     RowSettings,
+    SplitSettings,
     apply_settings,
     backward_apply_settings,
     backward_settings,
+    backward_split_settings,
     forward_settings,
+    forward_split_settings,
     statistic_settings,
 )
 from .triton_backward import (
@@ -36,6 +40,8 @@ from .triton_forward import apply_kernel, forward_kernel, forward_wide_kernel, s
 PARTIALS_SHARE = 0.03
 # ... unless that would leave more than a quarter of the multiprocessors without a program.
 MACHINE_SHARE = 0.75
+# Blocks from which the backward holds rows in their own dtype (see ``backward_kernel``).
+LEAN_FROM = 8192
 
 
 def forward(
@@ -51,6 +57,12 @@ def forward(
 ) -> None:
     """y and rstd."""
     n = x.shape[2]
+    split = forward_split_settings(n) if settings is None and can_split(x.device, x.dtype) else None
+    if split is not None and n <= widest_split(split, multiprocessors(x.device)):
+        stages = _stages(split, x.element_size(), _shared_memory(x.device))
+        with _device_of(x):
+            forward_split(x, weight, eps, offset, mode, y, rstd, split, multiprocessors(x.device), stages)
+        return
     tile = settings or forward_settings(n, x.dtype)
     view = row_view(x)
     _launch(
@@ -117,6 +129,10 @@ def backward(
     """dX and dW, or the one of them that is not None. One pass; for rows too wide for it the statistic, then the
     rest."""
     n = x.shape[2]
+    split = backward_split_settings(n, x.dtype) if settings is None and can_split(x.device, x.dtype) else None
+    if split is not None and dx is not None and n <= widest_split(split, multiprocessors(x.device)):
+        _launch_split_gradients(dy, x, weight, rstd, offset, dx, dw, split)
+        return
     tile = settings or backward_settings(n, x.dtype)
     if tile is not None:
         _launch_gradients(backward_kernel, dy, x, weight, rstd, (), n, offset, dx, dw, tile)
@@ -200,15 +216,38 @@ def _launch_gradients(
     partial = dw
     if dw is not None and programs > 1:
         partial = torch.empty(programs, n, dtype=rstd.dtype, device=x.device)
+    lean = (tile.block >= LEAN_FROM and _has_ptx(x.device),) if kernel is backward_kernel else ()
     stages = _stages(tile, x.element_size() + dy.element_size(), _shared_memory(x.device))
     _launch(
         kernel,
         (programs, chunks),
         tile,
         (dy, x, weight, rstd, *totals, dx, partial, xv.m, tiles, *xv[1:4], *dyv[1:4], hidden_size),
-        (xv.unit, xv.flat, dyv.unit, dyv.flat, xv.int64, n, offset, tile.rows, tile.block, stages),
+        (xv.unit, xv.flat, dyv.unit, dyv.flat, xv.int64, n, offset, tile.rows, tile.block, stages, *lean),
     )
     if dw is not None and partial is not None and partial is not dw:
+        sum_partials(partial, dw)
+
+
+def _launch_split_gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    dx: Tensor,
+    dw: Tensor | None,
+    tile: SplitSettings,
+) -> None:
+    own = torch.empty_like(dx) if dx.data_ptr() % 16 else dx  # as in _launch_gradients
+    stages = _stages(tile, x.element_size() + dy.element_size(), _shared_memory(x.device))
+    with _device_of(x):
+        partial = backward_split(
+            dy, x, weight, rstd, offset, own, dw is not None, tile, multiprocessors(x.device), stages
+        )
+    if own is not dx:
+        dx.copy_(own)
+    if dw is not None and partial is not None:
         sum_partials(partial, dw)
 
 
@@ -230,9 +269,9 @@ def program_count(tiles: int, chunks: int, per_sm: int, sms: int, allowed: int |
 
 
 def _stages(tile: PersistentSettings, element_bytes: int, shared_memory: int) -> int:
-    """As many stages as the tile asks for and shared memory holds (x and dY of each stage lie there)."""
+    """As many stages as the tile asks for and shared memory holds (x and dY of each stage but one lie there)."""
     stage = tile.rows * tile.block * element_bytes
-    return max(1, min(tile.stages, (shared_memory - 8192) // tile.per_sm // stage))
+    return max(1, min(tile.stages, 1 + (shared_memory - 8192) // tile.per_sm // stage))
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], tile: RowSettings, arguments: tuple, constants: tuple) -> None:
@@ -257,6 +296,11 @@ def _device_of(x: Tensor) -> contextlib.AbstractContextManager:
 def multiprocessors(device: torch.device) -> int:
     """A few where there is no GPU: Triton's interpreter then goes through the same loops."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.cache
+def _has_ptx(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None
 
 
 @functools.cache

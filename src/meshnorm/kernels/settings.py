@@ -35,41 +35,54 @@ class PersistentSettings(RowSettings):
     stages: int
 
 
-# Widest row that the forward holds in registers. One program a row reaches 93–97% of copy bandwidth up to 32768
-# columns, padded to a power of two (prototype, H200).
-# Narrow rows: tiles of 4096 elements, 16 KB of loads and stores in flight a program.
+@dataclass(frozen=True)
+class SplitSettings(PersistentSettings):
+    """A row split over programs of ``block`` columns each, ``lookahead`` rows of which wait for their sums."""
+
+    lookahead: int
+
+
+# Percentages are of the copy bandwidth measured in the same run: one H200, torch 2.11, Triton 3.6, bfloat16, cold L2,
+# kernels alone, 2026-11-30 (benchmarks/results/h200_kernels.txt has the runs).
 FORWARD = (
     (16, RowSettings(rows=256, block=16, warps=4)),
     (32, RowSettings(rows=128, block=32, warps=4)),
     (64, RowSettings(rows=64, block=64, warps=4)),
-    (128, RowSettings(rows=32, block=128, warps=4)),
+    (128, RowSettings(rows=16, block=128, warps=2)),  # 97%; 32 rows on 4 warps 95%
     (256, RowSettings(rows=16, block=256, warps=4)),
-    (512, RowSettings(rows=8, block=512, warps=4)),
-    (1024, RowSettings(rows=4, block=1024, warps=4)),
-    (2048, RowSettings(rows=1, block=2048, warps=4)),
-    (4096, RowSettings(rows=1, block=4096, warps=4)),
-    (8192, RowSettings(rows=1, block=8192, warps=8)),
-    (16384, RowSettings(rows=1, block=16384, warps=16)),
-    (32768, RowSettings(rows=1, block=32768, warps=32)),
+    (512, RowSettings(rows=8, block=512, warps=4)),  # 96%
+    (1024, RowSettings(rows=2, block=1024, warps=4)),  # 95%; 4 rows 94%
+    (2048, RowSettings(rows=1, block=2048, warps=4)),  # 97%
+    (4096, RowSettings(rows=1, block=4096, warps=8)),  # 94%; 4 warps 93%
+    (8192, RowSettings(rows=1, block=8192, warps=4)),  # 94% at 8192 and at 5120, there 89% on 8 warps
+    (12288, RowSettings(rows=1, block=4096, warps=16)),  # in three chunks 91%; padded to 16384 87%
+    (16384, RowSettings(rows=1, block=16384, warps=8)),  # 94%
+    (32768, RowSettings(rows=1, block=16384, warps=32)),  # in two chunks 92%; whole on 32 warps 84%
 )
-# Beyond: two passes over the row, the second from L2.
+# Beyond, where rows are not split (float64, other vendors): two passes over the row, the second from L2. 61-63%.
 FORWARD_WIDE = RowSettings(rows=1, block=8192, warps=16)
+# 85% at 65536, 83% at 131072. 1 row ahead 81%, 8192 columns 83%; 3 to 5 stages make no difference.
+FORWARD_SPLIT = SplitSettings(rows=1, block=4096, warps=4, per_sm=4, stages=3, lookahead=2)
 
-# Backward in one pass, three stages in flight: 90–93% of copy bandwidth up to 8192 columns; 3 stages 93% at 8192,
-# 1 stage 71% (prototype, H200).
+# Backward in one pass. Few programs with many loads in flight beat many with few: 1 to 2 a multiprocessor and 3 to 5
+# stages 93-95%, 2 to 4 programs and 3 stages 78-92%.
 BACKWARD = (
-    (16, PersistentSettings(rows=256, block=16, warps=4, per_sm=4, stages=3)),
-    (32, PersistentSettings(rows=128, block=32, warps=4, per_sm=4, stages=3)),
-    (64, PersistentSettings(rows=64, block=64, warps=4, per_sm=4, stages=3)),
-    (128, PersistentSettings(rows=32, block=128, warps=4, per_sm=4, stages=3)),
-    (256, PersistentSettings(rows=16, block=256, warps=4, per_sm=4, stages=3)),
-    (512, PersistentSettings(rows=8, block=512, warps=4, per_sm=4, stages=3)),
-    (1024, PersistentSettings(rows=4, block=1024, warps=4, per_sm=4, stages=3)),
-    (2048, PersistentSettings(rows=1, block=2048, warps=4, per_sm=4, stages=3)),
-    (4096, PersistentSettings(rows=1, block=4096, warps=8, per_sm=2, stages=3)),
-    (8192, PersistentSettings(rows=1, block=8192, warps=16, per_sm=2, stages=3)),
-    (16384, PersistentSettings(rows=1, block=16384, warps=16, per_sm=1, stages=3)),
+    (16, PersistentSettings(rows=128, block=16, warps=4, per_sm=2, stages=4)),
+    (32, PersistentSettings(rows=64, block=32, warps=4, per_sm=2, stages=4)),
+    (64, PersistentSettings(rows=32, block=64, warps=4, per_sm=2, stages=4)),
+    (128, PersistentSettings(rows=16, block=128, warps=4, per_sm=2, stages=4)),  # 94%
+    (256, PersistentSettings(rows=8, block=256, warps=4, per_sm=2, stages=4)),
+    (512, PersistentSettings(rows=8, block=512, warps=4, per_sm=2, stages=3)),  # 94%
+    (1024, PersistentSettings(rows=1, block=1024, warps=4, per_sm=4, stages=4)),  # 94%
+    (2048, PersistentSettings(rows=1, block=2048, warps=4, per_sm=2, stages=4)),  # 94%
+    (4096, PersistentSettings(rows=1, block=4096, warps=16, per_sm=1, stages=5)),  # 94%
+    (8192, PersistentSettings(rows=1, block=8192, warps=16, per_sm=1, stages=5)),  # 95% at 8192
+    (16384, PersistentSettings(rows=1, block=16384, warps=16, per_sm=1, stages=4)),  # 90% at 12288, 88% at 16384
 )
+# 84% at 32768 and 65536, 80% at 131072. A second row of look-ahead, another stage, a narrow weight: no difference.
+BACKWARD_SPLIT = SplitSettings(rows=1, block=2048, warps=4, per_sm=4, stages=3, lookahead=1)
+# 83% at 131072.
+BACKWARD_SPLIT_WIDEST = SplitSettings(rows=1, block=4096, warps=8, per_sm=2, stages=3, lookahead=1)
 
 # Given the row's total, a chunk of columns needs nothing of the others: rows up to NARROW as above, wider ones in
 # chunks.
@@ -78,8 +91,9 @@ STATISTIC_WIDE = RowSettings(rows=1, block=4096, warps=8)
 APPLY_WIDE = RowSettings(rows=1, block=4096, warps=4)
 BACKWARD_APPLY_WIDE = PersistentSettings(rows=2, block=2048, warps=8, per_sm=2, stages=3)
 
-# Partial dW rows are added 32 at a time; 32 columns a program, so that narrow rows still make some programs.
-SUM_PARTIALS = RowSettings(rows=32, block=32, warps=4)
+# Partial dW rows are added 128 at a time; 16 columns a program, so that narrow rows still make some programs. 6 to 8 µs
+# from 128 to 16384 columns; 32 rows by 32 columns 8 to 18.
+SUM_PARTIALS = RowSettings(rows=128, block=16, warps=8)
 
 
 Settings = TypeVar("Settings", bound=RowSettings)
@@ -111,8 +125,27 @@ def apply_settings(n: int, dtype: torch.dtype) -> RowSettings:
 
 @functools.cache
 def backward_settings(n: int, dtype: torch.dtype) -> PersistentSettings | None:
-    """None: the row is too wide for one program; its statistic is taken first."""
-    return _step(BACKWARD, n, dtype)
+    """None: the row is too wide for one program."""
+    return _step(BACKWARD, n, dtype) if n <= _widest_backward(dtype) else None
+
+
+def _widest_backward(dtype: torch.dtype) -> int:
+    """x and dY of a row are held in their own dtype: half as many float32 fit into the registers of one program."""
+    return BACKWARD[-1][0] // (1 if dtype.itemsize <= 2 else 2)
+
+
+@functools.cache
+def forward_split_settings(n: int) -> SplitSettings | None:
+    """None: one program a row is as good."""
+    return FORWARD_SPLIT if n > FORWARD[-1][0] else None
+
+
+@functools.cache
+def backward_split_settings(n: int, dtype: torch.dtype) -> SplitSettings | None:
+    """None: one program a row is better, where the row fits into one."""
+    if n <= _widest_backward(dtype):
+        return None
+    return BACKWARD_SPLIT if n <= 65536 else BACKWARD_SPLIT_WIDEST
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_rows import load_scale, mean, row_offsets, tile_rows
+from .triton_rows import kept, load_scale, load_weight, mean, row_offsets, scale_of, tile_rows
 
 VARYING = ["M", "tiles", "x_b", "x_stride_a", "x_stride_b", "dy_b", "dy_stride_a", "dy_stride_b", "hidden_size"]
 
@@ -42,12 +42,17 @@ def backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    LEAN: tl.constexpr,
 ):
-    """Rows of up to BLOCK columns."""
+    """Rows of up to BLOCK columns.
+
+    LEAN holds x, dY and w through the row's reduction in their own dtypes and converts them again after it, which makes
+    room for rows of 16384 columns in one program.
+    """
     ACC: tl.constexpr = RSTD.dtype.element_ty
     cols = tl.arange(0, BLOCK)
     col_mask = cols < N
-    scale = load_scale(W, cols, col_mask, OFFSET, ACC)[None, :]
+    weight = load_weight(W, cols, col_mask)
     dw = tl.zeros([ROWS, BLOCK], ACC)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         rows = tile_rows(tile, ROWS, INT64_ROWS)
@@ -55,17 +60,24 @@ def backward_kernel(
         mask = row_mask[:, None] & col_mask[None, :]
         x_offsets = row_offsets(rows, x_b, x_stride_a, x_stride_b, X_UNIT, X_FLAT)
         dy_offsets = row_offsets(rows, dy_b, dy_stride_a, dy_stride_b, DY_UNIT, DY_FLAT)
-        x = tl.load(X + x_offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
-        dy = tl.load(DY + dy_offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
+        x = tl.load(X + x_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
+        dy = tl.load(DY + dy_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
         rstd = tl.load(RSTD + rows, mask=row_mask, other=0.0)[:, None]
-        x_hat = x * rstd
         if DX is not None:
-            scaled = dy * scale
-            c = mean(tl.sum(scaled * x_hat, axis=1), hidden_size)[:, None]
-            dx = ((scaled - x_hat * c) * rstd).to(DX.dtype.element_ty)
+            scale = scale_of(kept(weight) if LEAN else weight, OFFSET, ACC)[None, :]
+            x_hat = x.to(ACC) * rstd
+            grad = dy.to(ACC)
+            if PARTIAL is not None:
+                dw += grad * x_hat
+            c = mean(tl.sum(grad * scale * x_hat, axis=1), hidden_size)[:, None]
+            if LEAN:
+                x = kept(x)
+                dy = kept(dy)
+                scale = scale_of(kept(weight), OFFSET, ACC)[None, :]
+            dx = ((dy.to(ACC) * scale - x.to(ACC) * rstd * c) * rstd).to(DX.dtype.element_ty)
             tl.store(DX + rows.to(tl.int64)[:, None] * N + cols[None, :], dx, mask=mask)
-        if PARTIAL is not None:
-            dw += dy * x_hat
+        elif PARTIAL is not None:
+            dw += dy.to(ACC) * (x.to(ACC) * rstd)
     if PARTIAL is not None:
         partial = tl.sum(dw, axis=0).to(PARTIAL.dtype.element_ty)
         tl.store(PARTIAL + tl.program_id(0).to(tl.int64) * N + cols, partial, mask=col_mask)

@@ -38,6 +38,45 @@ def load_scale(W, cols, col_mask, OFFSET: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
+def load_weight(W, cols, col_mask):
+    """The weight in its own dtype, or None: half the registers of ``load_scale`` where it is held through a loop."""
+    if W is None:
+        weight = None
+    else:
+        weight = tl.load(W + cols, mask=col_mask, other=0.0)
+    return weight
+
+
+@triton.jit
+def scale_of(weight, OFFSET: tl.constexpr, ACC: tl.constexpr):
+    """w + offset in ACC, or one without a weight."""
+    if weight is None:
+        scale = tl.full([1], 1.0, ACC)
+    else:
+        scale = weight.to(ACC) + OFFSET
+    return scale
+
+
+@triton.jit
+def kept(x):
+    """x, by a move that the compiler cannot see through.
+
+    For two ends. What is computed from x before a reduction and again after it is computed twice rather than held in
+    registers, where wide rows have none to spare; that includes what a loop does not change. And a value that a loop
+    passes on unchanged no longer keeps the loop from being pipelined (Triton 3.6 to 3.9).
+    """
+    if x is None:
+        moved = None
+    elif x.dtype.primitive_bitwidth == 16:
+        moved = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    elif x.dtype.primitive_bitwidth == 32:
+        moved = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+    else:
+        moved = tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], dtype=x.dtype, is_pure=False, pack=1)
+    return moved
+
+
+@triton.jit
 def mean(total, hidden_size):
     """total / hidden_size, correctly rounded. (Triton's float32 division is not; its float64 division is.)"""
     if total.dtype == tl.float64:
