@@ -137,8 +137,20 @@ def backward_apply_candidates(n: int) -> list[PersistentSettings]:
 
 
 SUBJECTS = (
-    Subject("forward", 4, forward, lambda n: ladders.forward_settings(n, DTYPE), row_candidates),
-    Subject("backward", 6, backward, lambda n: ladders.backward_settings(n, DTYPE), backward_candidates),
+    Subject(
+        "forward",
+        4,
+        forward,
+        lambda n: ladders.forward_split_settings(n) or ladders.forward_settings(n, DTYPE),
+        row_candidates,
+    ),
+    Subject(
+        "backward",
+        6,
+        backward,
+        lambda n: ladders.backward_split_settings(n, DTYPE) or ladders.backward_settings(n, DTYPE),
+        backward_candidates,
+    ),
     Subject("statistic", 2, statistic, lambda n: ladders.statistic_settings(n, DTYPE), statistic_candidates),
     Subject("apply", 4, apply, lambda n: ladders.apply_settings(n, DTYPE), apply_candidates),
     Subject(
@@ -204,6 +216,8 @@ def short(settings: RowSettings | None) -> str:
     if settings is None:
         return "statistic + apply"
     text = f"{settings.rows}x{settings.block} w{settings.warps}"
+    if isinstance(settings, ladders.SplitSettings):
+        text = f"split, {text} a{settings.lookahead}"
     return text + (f" p{settings.per_sm} s{settings.stages}" if isinstance(settings, PersistentSettings) else "")
 
 

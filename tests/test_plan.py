@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, 
 
 import meshnorm
 from meshnorm import Collective, plan
-from meshnorm.errors import NormalizedShapeError, OptionError, PlacementError, UnreachableLayoutError
+from meshnorm.errors import DTypeError, NormalizedShapeError, OptionError, PlacementError, UnreachableLayoutError
 from meshnorm.geometry import Split, held
 from meshnorm.notation import parse_mesh, parse_placements, placement_text
 
@@ -186,6 +186,17 @@ def test_misfit_placements_are_refused():
         plan(SHAPE)
     with pytest.raises(NormalizedShapeError):
         plan(SHAPE, [S(0), S(1)], MESH, normalized_shape=17)
+    with pytest.raises(NormalizedShapeError, match="size 0"):
+        plan((8, 0), [S(0)], {"dp": 2})
+    with pytest.raises(PlacementError, match="0 or more"):
+        plan((8, -16), [S(0)], {"dp": 2})
+    with pytest.raises(PlacementError, match="1 or more"):
+        plan(SHAPE, [S(0)], {"dp": 0})
+    for coordinate in ((5,), (0, 0, 0)):
+        with pytest.raises(PlacementError, match="no such rank"):
+            plan(SHAPE, [S(0)], {"dp": 2}, coordinate=coordinate)
+    with pytest.raises(DTypeError, match="int32"):
+        plan(SHAPE, [S(0), S(1)], MESH, dtype=torch.int32)
     with pytest.raises(OptionError):
         plan(SHAPE, [S(0), S(1)], MESH, weight="sliced")
     with pytest.raises(OptionError):

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import meshnorm
 from meshnorm.checking.case import mesh_for
 from meshnorm.checking.collectives import Recorder
-from meshnorm.errors import DoubleBackwardError
+from meshnorm.errors import DoubleBackwardError, MeshMismatchError
 from meshnorm.notation import parse_placements
 
 CP_TP = (("cp", 2), ("tp", 2))
@@ -103,7 +103,10 @@ def _vocabulary_sharded_embedding() -> None:
         ids = distribute_tensor(tokens, mesh, [Replicate()], src_data_rank=None)
         embedded = F.embedding(ids, t)
         assert embedded.placements[0].is_partial()
-        y = meshnorm.rms_norm(embedded, s, output_placements=output)
+        expected = meshnorm.plan(embedded, weight=s, output_placements=output)
+        with Recorder(mesh) as recorder:
+            y = meshnorm.rms_norm(embedded, s, output_placements=output)
+        assert tuple(recorder.seen) == expected.forward
         assert y.placements == (tuple(output) if output else (Replicate(),))
         assert_same(y.detach(), meshnorm.rms_norm(F.embedding(tokens, table), scale))
         y.pow(3).sum().backward()
@@ -235,16 +238,85 @@ def _part_of_the_world() -> None:
         local = torch.ones(3, 4 // (1 + (placements == "S(1)")), 6 // (1 + (placements == "S(2)")), dtype=torch.float64)
         x = DTensor.from_local(local, mesh, parts, run_check=False).requires_grad_()
         w = distribute_tensor(torch.ones(6, dtype=torch.float64), mesh, [Replicate()], src_data_rank=None)
-        w = w.detach().requires_grad_()
-        y = meshnorm.rms_norm(x, w, weight_grad="reduced")
-        assert y.shape == (3, 4, 6)
-        y.sum().backward()
+        for weight in (w.detach().requires_grad_(), torch.ones(6, dtype=torch.float64, requires_grad=True)):
+            y = meshnorm.rms_norm(x, weight, weight_grad="reduced")
+            assert y.shape == (3, 4, 6)
+            y.sum().backward()
+            assert weight.grad is not None and weight.grad.shape == (6,)
         if dist.get_rank() in (1, 2):
             torch.testing.assert_close(y.to_local(), torch.ones_like(y.to_local()), rtol=1e-5, atol=1e-5)
 
 
 def test_ranks_outside_the_mesh_pass_by(pool4):
     pool4.run(_part_of_the_world)
+
+
+def _after_new_groups(shift: int) -> None:
+    """Groups made in another order have other names; an equal mesh of before must not lend it its own."""
+    first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    for _ in range(shift):
+        dist.new_group([0, 1, 2, 3])
+    second = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    from meshnorm.meshes import group_name
+
+    assert first == second
+    for mesh in (first, second):
+        meshnorm.rms_norm(placed(drawn(2, 4, 8), mesh, "S(1),S(2)"), None).sum().backward()
+        assert group_name(mesh, (1,)) == mesh.get_group(1).group_name
+
+
+def test_equal_meshes_with_other_groups_use_their_own(pool4):
+    pool4.run(_after_new_groups, 3)
+
+
+def _forgotten() -> int:
+    import gc
+
+    from meshnorm import meshes
+
+    for _ in range(5):
+        mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("a", "b"))
+        x = placed(drawn(2, 4, 8), mesh, "S(1),S(2)").detach()
+        meshnorm.rms_norm(x, None)
+        del mesh, x
+    gc.collect()
+    return sum(known.mesh() is None for known in meshes._known.values())
+
+
+def test_what_is_known_of_a_mesh_goes_with_the_mesh(pool4):
+    assert pool4.run(_forgotten) == [0] * 4
+
+
+def _gradient_on_another_mesh(placements: str) -> None:
+    mesh = mesh_for(CP_TP)
+    other = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("cp", "tp"))
+    y = meshnorm.rms_norm(placed(drawn(4, 4, 8), mesh, placements), None)
+    dy = distribute_tensor(drawn(4, 4, 8), other, y.placements, src_data_rank=None)
+    with pytest.raises(MeshMismatchError, match="gradient of y is on"):
+        y.backward(dy)
+
+
+@pytest.mark.parametrize("placements", ["S(1),S(2)", "S(0),S(1)"])
+def test_a_gradient_on_another_mesh_is_refused(pool4, placements):
+    pool4.run(_gradient_on_another_mesh, placements)
+
+
+def _in_place(placements: str, in_place: bool) -> None:
+    mesh = mesh_for(CP_TP)
+    torch.manual_seed(0)
+    x, w = placed(drawn(4, 6, 8), mesh, placements), placed(drawn(8), mesh, "R,R")
+    y = meshnorm.rms_norm(x, w, in_place=in_place)
+    dy = placed(drawn(4, 6, 8), mesh, placements).detach()
+    before = dy.to_local().clone()
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert (dx.to_local().data_ptr() == dy.to_local().data_ptr()) == in_place
+    assert torch.equal(dy.to_local(), before) != in_place
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("placements", ["S(0),S(1)", "S(1),S(2)"])
+def test_dx_takes_dys_memory_only_where_that_is_asked(pool4, placements, in_place):
+    pool4.run(_in_place, placements, in_place)
 
 
 # --- promises ---

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from numbers import Integral
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from meshnorm.errors import (
     NormalizedShapeError,
     OffsetError,
     OptionError,
+    PlacementError,
     TensorLayoutError,
     WeightShapeError,
 )
@@ -71,6 +73,8 @@ def rms_norm(
             rows (a DTensor weight), or as the sum over the rank's own rows (a plain weight). ``"reduced"`` sums it over
             all these mesh dims, in the accumulation dtype. ``"auto"``: deferred for a DTensor weight, reduced for a
             plain weight beside a DTensor x. Between plain tensors there is nothing to reduce.
+            A DTensor weight that is sharded otherwise than x's hidden dims is gathered, and its gradient is always
+            summed and returned in the weight's own placement.
         output_placements: y's placements, to choose how a partial x is reduced: ``Replicate()`` (the default) or
             ``Shard(d)`` on a mesh dim where x is partial; on every other one what the layout gives anyway.
         in_place: dX is written over dY. Wrong where anything else still reads dY, a residual branch for one.
@@ -88,12 +92,19 @@ def rms_norm(
         >>> rms_norm(x, w).shape  # (2, 8, 16) -> (2, 8, 16), each of the 16 rows of 16 normalized
         torch.Size([2, 8, 16])
     """
+    if not isinstance(x, Tensor) or not (weight is None or isinstance(weight, Tensor)):
+        wrong = "x" if not isinstance(x, Tensor) else "weight"
+        raise DTypeError(f"{wrong} is a {type(x if wrong == 'x' else weight).__name__}: pass a torch tensor")
     ndim = _check_normalized(x, weight, normalized_shape)
     eps = _check_numbers(x, weight, eps, offset, casting_mode, hidden, weight_grad)
     if is_dtensor(x):
         _check_meshes(x, weight)
         from meshnorm.sharded import encoded, sharded_rms_norm
 
+        if output_placements is not None and not isinstance(output_placements, Sequence):
+            raise PlacementError(
+                f"output_placements is {output_placements!r}: give a sequence of placements, one for each mesh dim"
+            )
         if output_placements is not None and torch.compiler.is_compiling():
             output_placements = tuple(encoded(placement) for placement in output_placements)  # type: ignore[misc]
         return sharded_rms_norm(
@@ -131,7 +142,13 @@ def _check_normalized(x: Tensor, weight: Tensor | None, normalized_shape: int | 
     if normalized_shape is None:
         shape = tuple(weight.shape) if weight is not None else tuple(x.shape[-1:])
     else:
-        shape = (int(normalized_shape),) if isinstance(normalized_shape, Integral) else tuple(normalized_shape)  # type: ignore[arg-type]
+        try:
+            sizes = (normalized_shape,) if isinstance(normalized_shape, Integral) else tuple(normalized_shape)  # type: ignore[arg-type]
+            shape = tuple(index(size) for size in sizes)
+        except TypeError:
+            raise NormalizedShapeError(
+                f"normalized_shape is {normalized_shape!r}: give an int, or a sequence of ints"
+            ) from None
     if not shape:
         raise NormalizedShapeError(
             "there is no dim to normalize: x or the weight has no dims; RMSNorm needs at least one normalized dim"
@@ -170,13 +187,15 @@ def _check_numbers(
             raise DTypeError(
                 f"weight has dtype {weight.dtype}: RMSNorm takes float64, float32, bfloat16 or float16; cast it first"
             )
+        if weight.layout is not torch.strided:
+            raise TensorLayoutError(f"weight is {weight.layout}: RMSNorm takes strided tensors; densify it")
         if weight.device != x.device:
             raise DeviceError(f"weight is on {weight.device} but x is on {x.device}: move one to the other's device")
     if eps is None:
         eps = torch.finfo(accumulation_dtype(x.dtype)).eps
-    if not 0.0 <= eps < math.inf:
+    if not _is_within(eps, 0.0):
         raise EpsError(f"eps is {eps}: give a finite number that is 0 or more")
-    if not -math.inf < offset < math.inf:
+    if not _is_within(offset, -sys.float_info.max):
         raise OffsetError(f"offset is {offset}: give a finite number (0.0, or 1.0 for the Gemma family)")
     if casting_mode not in CASTING_MODES:
         raise CastingModeError(f"casting_mode is {casting_mode!r}: choose one of {', '.join(map(repr, CASTING_MODES))}")
@@ -185,6 +204,14 @@ def _check_numbers(
     if weight_grad not in WEIGHT_GRADS:
         raise OptionError(f'weight_grad is {weight_grad!r}: choose "auto", "deferred" or "reduced"')
     return float(eps)
+
+
+def _is_within(value: Any, least: float) -> bool:
+    """Whether a value is a finite number from ``least`` up; False for what is no number."""
+    try:
+        return least <= value < math.inf
+    except (TypeError, RuntimeError):  # a string, a tensor of several elements
+        return False
 
 
 def _check_meshes(x: Any, weight: Any) -> None:

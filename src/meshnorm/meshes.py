@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from functools import lru_cache
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +16,16 @@ def mesh_names(device_mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(device_mesh.mesh_dim_names or map(str, range(device_mesh.ndim)))
 
 
-_described: dict[int, tuple[weakref.ref[DeviceMesh], Mesh]] = {}
+class _Known(NamedTuple):
+    """What was read of one DeviceMesh object."""
+
+    mesh: weakref.ref[DeviceMesh]
+    facts: Mesh
+    groups: dict[tuple[int, ...], str]  # names of process groups, by the mesh dims they span
+
+
+# By identity: of two equal meshes one may have been flattened, or belong to process groups that are gone.
+_known: dict[int, _Known] = {}
 
 
 def describe(device_mesh: DeviceMesh) -> Mesh:
@@ -25,27 +34,39 @@ def describe(device_mesh: DeviceMesh) -> Mesh:
     Only groups that exist are used. Making one would be a collective call of all ranks in the middle of a forward pass,
     and would hang under pipeline parallelism, where not all ranks run the same norm.
     """
-    # By identity: of two equal meshes, one may have been flattened.
-    known = _described.get(id(device_mesh))
-    if known is not None and known[0]() is device_mesh:
-        return known[1]
-    sizes = device_mesh.shape
-    active = tuple(dim for dim, size in enumerate(sizes) if size > 1)
-    joint = set()
-    for subset in _subsets(active):
-        if len(subset) > 1 and _spanning_group(device_mesh, subset) is not None:
-            joint.add(subset)
-    found = Mesh(mesh_names(device_mesh), sizes, frozenset(joint))
-    _described[id(device_mesh)] = weakref.ref(device_mesh), found
-    return found
+    return _read(device_mesh).facts
 
 
-@lru_cache(maxsize=4096)
 def group_name(device_mesh: DeviceMesh, dims: tuple[int, ...]) -> str:
     """The name of the process group over ``dims``: one mesh dim, or a set that ``describe`` calls joint."""
-    group = device_mesh.get_group(dims[0]) if len(dims) == 1 else _spanning_group(device_mesh, dims)
-    assert group is not None, "a route asks for a group that describe() did not find"
-    return group.group_name
+    groups = _read(device_mesh).groups
+    if dims not in groups:
+        group = device_mesh.get_group(dims[0]) if len(dims) == 1 else _spanning_group(device_mesh, dims)
+        assert group is not None, "a route asks for a group that describe() did not find"
+        groups[dims] = group.group_name
+    return groups[dims]
+
+
+def _read(device_mesh: DeviceMesh) -> _Known:
+    key = id(device_mesh)
+    known = _known.get(key)
+    if known is not None and known.mesh() is device_mesh:
+        return known
+    sizes = device_mesh.shape
+    active = tuple(dim for dim, size in enumerate(sizes) if size > 1)
+    joint = frozenset(
+        subset for subset in _subsets(active) if len(subset) > 1 and _spanning_group(device_mesh, subset) is not None
+    )
+    known = _Known(
+        weakref.ref(device_mesh, lambda gone: _forget(key, gone)), Mesh(mesh_names(device_mesh), sizes, joint), {}
+    )
+    _known[key] = known
+    return known
+
+
+def _forget(key: int, gone: weakref.ref[DeviceMesh]) -> None:
+    if key in _known and _known[key].mesh is gone:
+        del _known[key]
 
 
 def _subsets(dims: tuple[int, ...]) -> list[tuple[int, ...]]:

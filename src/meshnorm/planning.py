@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from meshnorm.errors import NormalizedShapeError, OptionError, PlacementError
+from meshnorm.errors import DTypeError, NormalizedShapeError, OptionError, PlacementError
 from meshnorm.formula import accumulation_dtype
-from meshnorm.functional import HIDDEN, WEIGHT_GRADS
+from meshnorm.functional import DTYPES, HIDDEN, WEIGHT_GRADS
 from meshnorm.geometry import Split, local_shape, local_size
 from meshnorm.layout import Mesh, Move, Placements, Route, Step, backward_statistic_steps, move, normalize, route_of
 
@@ -51,7 +51,8 @@ class Plan:
             weight it is replicated where it is summed, and each rank's own sum where it is deferred.
         forward, backward: the collectives in the order in which they run. ``backward`` takes dY to arrive in y's
             placement, or in ``dy_placements``.
-        gathering: what a norm that first gathers x would communicate in its forward.
+        gathering: what a norm that does not know DTensor, and so replicates the whole of x first, would communicate in
+            its forward.
         rows, columns: what one rank normalizes: how many rows, and how many numbers of each.
     """
 
@@ -79,7 +80,7 @@ class Plan:
             f"  dW        {'none' if self.dw is None else _placement_words(self.dw)}",
             f"  forward   {_collective_words(self.forward)}",
             f"  backward  {_collective_words(self.backward)}",
-            f"  gathering x first would take {_collective_words(self.gathering)} in the forward alone",
+            f"  gathering the whole of x first would take {_collective_words(self.gathering)} in the forward alone",
         ]
         return "\n".join(lines)
 
@@ -134,6 +135,7 @@ def plan(
     if placements is None or mesh is None:
         raise PlacementError("a shape alone has no layout: give placements and a mesh too")
     shape = tuple(int(size) for size in getattr(x_or_shape, "shape", x_or_shape))  # type: ignore[arg-type]
+    _check_sizes(shape, mesh, dtype, coordinate)
     facts = Mesh.of_sizes(dict(mesh)) if isinstance(mesh, Mapping) else _described(mesh)
     normalized = _normalized(shape, weight, normalized_shape)
     x_placements = normalize(placements, len(shape), facts, "x")
@@ -240,9 +242,23 @@ def _moves(
 def _gathering(
     route: Route, shape: tuple[int, ...], coordinate: tuple[int, ...], itemsize: int
 ) -> tuple[Collective, ...]:
-    """What replicating x, in the layout in which it is given, would communicate."""
+    """What replicating x over every mesh dim would communicate."""
     whole = move(route.mesh, route.x, (Replicate(),) * len(route.x), len(shape))
     return _moves(whole, shape, route.mesh, coordinate, itemsize)
+
+
+def _check_sizes(shape: tuple[int, ...], mesh: Any, dtype: torch.dtype, coordinate: Sequence[int] | None) -> None:
+    if any(size < 0 for size in shape):
+        raise PlacementError(f"x's shape is {shape}: sizes are 0 or more")
+    sizes = tuple(mesh.values()) if isinstance(mesh, Mapping) else tuple(mesh.shape)
+    if any(not isinstance(size, int) or size < 1 for size in sizes):
+        raise PlacementError(f"the mesh has sizes {sizes}: each is an int of 1 or more")
+    if dtype not in DTYPES:
+        raise DTypeError(f"dtype is {dtype}: RMSNorm takes float64, float32, bfloat16 or float16")
+    if coordinate is not None and (
+        len(coordinate) != len(sizes) or any(not 0 <= at < size for at, size in zip(coordinate, sizes, strict=True))
+    ):
+        raise PlacementError(f"coordinate is {tuple(coordinate)}: there is no such rank on a mesh of sizes {sizes}")
 
 
 def _described(mesh: DeviceMesh) -> Mesh:
@@ -256,7 +272,11 @@ def _normalized(shape: tuple[int, ...], weight: Any, normalized_shape: int | Seq
         found = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     else:
         found = tuple(weight.shape) if isinstance(weight, Tensor) else shape[-1:]
-    if not found or 0 in found or shape[len(shape) - len(found) :] != found:
+    if 0 in found:
+        raise NormalizedShapeError(
+            f"normalized_shape {found} holds a dim of size 0: the mean over nothing is undefined"
+        )
+    if not found or shape[len(shape) - len(found) :] != found:
         raise NormalizedShapeError(f"normalized_shape is {found}, but x has shape {shape}: its last dims must be these")
     return found
 

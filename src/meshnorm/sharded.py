@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from meshnorm import collectives, ops
 from meshnorm.dispatch import unobserved
-from meshnorm.errors import MixedTensorError
+from meshnorm.errors import MeshMismatchError, MixedTensorError
 from meshnorm.formula import accumulation_dtype
 from meshnorm.geometry import Split, held, local_size
 from meshnorm.layout import Mesh, Move, Placements, Route, Step, WeightPlacement, move, normalize, route_of
@@ -119,7 +119,8 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x, route):
-        mesh, ctx.route, ctx.shape = x.device_mesh, route, x.shape
+        mesh = x.device_mesh
+        ctx.mesh, ctx.route, ctx.shape = mesh, route, x.shape
         local = _local(x)
         if mesh.get_coordinate() is not None:
             local = _moved(local, route.x_move, x.shape, mesh, x.placements)
@@ -136,6 +137,7 @@ def _moved_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """The gradient of what was reduced is that of the result; of what was gathered, each rank's slice of it."""
     route: Route = ctx.route
     assert isinstance(dy, DTensor)
+    _check_mesh(dy, ctx.mesh)
     if tuple(dy.placements) == route.dx:
         return dy, None
     mesh, local = dy.device_mesh, _local(dy)
@@ -188,7 +190,8 @@ def _sharded_backward(
     local_dy = _local_dy(dy, route, ctx.shape, mesh) if ctx.on_mesh else _local(dy)
     if not ctx.on_mesh:
         dx = local.clone() if needs_dx else None
-        dw = local.new_empty(0, dtype=ctx.weight_dtype) if needs_dw else None
+        shape = ctx.hidden_shape if route.weight == "plain" else (0,)
+        dw = local.new_zeros(shape, dtype=ctx.weight_dtype) if needs_dw else None
     else:
         dx, dw = _local_gradients(ctx, local_dy, local, local_weight, rstd, needs_dx, needs_dw)
         dw = _finish_dw(dw, route, ctx.hidden_shape, ctx.weight_dtype, mesh) if needs_dw else None
@@ -245,9 +248,10 @@ def _moved(local: Tensor, move: Move, shape: Sequence[int], mesh: DeviceMesh, gi
         op, partial = step.reduce_op, given[dim]
         if type(partial) is not Partial:
             # A partial of its own kind, such as a vocabulary-sharded embedding's, masks before it is summed.
-            local = _waited(partial._reduce_value(local, mesh, dim))  # type: ignore[attr-defined]
-            if onto is not None:
-                local = _cut(local, [(Split(dim),) if d == onto else () for d in range(local.ndim)], mesh)
+            if onto is None:
+                local = _waited(partial._reduce_value(local, mesh, dim))  # type: ignore[attr-defined]
+            else:
+                local = _waited(partial._reduce_shard_value(local, mesh, dim, Shard(onto)))  # type: ignore[attr-defined]
         elif onto is None:
             local = collectives.all_reduce(local, op, group, parts)
         else:
@@ -287,12 +291,20 @@ def _local_weight(
     return _moved(local, route.weight_move, hidden_shape, mesh, given)
 
 
+def _check_mesh(dy: DTensor, mesh: DeviceMesh) -> None:
+    if dy.device_mesh != mesh:
+        raise MeshMismatchError(
+            f"the gradient of y is on {dy.device_mesh} but y is on {mesh}: redistribute the gradient onto y's mesh"
+        )
+
+
 def _local_dy(dy: Tensor, route: Route, shape: Sequence[int], mesh: DeviceMesh) -> Tensor:
     """This rank's part of dY in y's placement, whatever placement it arrived in."""
     if not isinstance(dy, DTensor):
         raise MixedTensorError(
             "the gradient of y is a plain tensor, but y is a DTensor: wrap the gradient as y is wrapped"
         )
+    _check_mesh(dy, mesh)
     local = _local(dy)
     if tuple(dy.placements) == route.y:
         return local
