@@ -6,7 +6,6 @@ overrides the ladders of ``settings.py``; benchmarks pass it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .gpu_split import backward_split, can_split, forward_split, widest_split
+from .launching import launch
 from .row_views import aligned, row_view
 from .settings import (
     SUM_PARTIALS,
@@ -62,8 +62,7 @@ def forward(
     split = forward_split_settings(n) if settings is None and can_split(x.device, x.dtype) else None
     if split is not None and n <= widest_split(split, multiprocessors(x.device)):
         stages = _stages(split, x.element_size(), _shared_memory(x.device))
-        with _device_of(x):
-            forward_split(x, weight, eps, offset, mode, y, rstd, split, multiprocessors(x.device), stages)
+        forward_split(x, weight, eps, offset, mode, y, rstd, split, multiprocessors(x.device), stages)
         return
     tile = settings or forward_settings(n, x.dtype)
     view = row_view(x)
@@ -243,10 +242,7 @@ def _launch_split_gradients(
 ) -> None:
     own = torch.empty_like(dx) if dx.data_ptr() % 16 else dx  # as in _launch_gradients
     stages = _stages(tile, x.element_size() + dy.element_size(), _shared_memory(x.device))
-    with _device_of(x):
-        partial = backward_split(
-            dy, x, weight, rstd, offset, own, dw is not None, tile, multiprocessors(x.device), stages
-        )
+    partial = backward_split(dy, x, weight, rstd, offset, own, dw is not None, tile, multiprocessors(x.device), stages)
     if own is not dx:
         dx.copy_(own)
     if dw is not None and partial is not None:
@@ -277,21 +273,8 @@ def _stages(tile: PersistentSettings, element_bytes: int, shared_memory: int) ->
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], tile: RowSettings, arguments: tuple, constants: tuple) -> None:
-    """``arguments`` starts with a tensor, whose device the kernel runs on.
-
-    Fused multiply-add is switched off: releases of Triton differ in what is the default, and with it in a result's last
-    bit, and nothing here is bound by arithmetic."""
     # An AMD wavefront is twice as wide as a warp, and a program has 1024 threads at most.
-    warps = min(tile.warps, 16) if torch.version.hip else tile.warps
-    with _device_of(arguments[0]):
-        kernel[grid](*arguments, *constants, num_warps=warps, enable_fp_fusion=False)
-
-
-def _device_of(x: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device. Switching to x's takes microseconds, so only where it is another one."""
-    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(x.device)
+    launch(kernel, grid, arguments, constants, num_warps=min(tile.warps, 16) if torch.version.hip else tile.warps)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .exchange import RING, workspace
+from .launching import launch
 from .row_views import row_view
 from .settings import SplitSettings
 from .triton_split import backward_split_kernel, forward_split_kernel
@@ -42,16 +43,13 @@ def forward_split(
     """y and rstd."""
     n, view, space = x.shape[2], row_view(x), workspace(x.device)
     parts, groups = _programs(n, view.m, settings, multiprocessors)
-    kernel: Any = forward_split_kernel
-    kernel[(groups * parts,)](
-        *(x, weight, y, rstd, space.state, space.slots, space.slots.numel(), n),
-        *(view.m, view.b, view.stride_a, view.stride_b),
-        *(view.unit, view.flat, view.int64, n, eps, offset, mode),
-        *(parts, _power_of_2(parts), settings.block, RING, settings.lookahead, stages),
-        num_warps=settings.warps,
-        maxnreg=_registers(settings),
-        enable_fp_fusion=False,
-        launch_cooperative_grid=True,
+    _launch(
+        forward_split_kernel,
+        groups * parts,
+        settings,
+        (x, weight, y, rstd, space.state, space.slots, space.slots.numel(), n, *view[:4]),
+        (view.unit, view.flat, view.int64, n, eps, offset, mode),
+        (parts, _power_of_2(parts), settings.block, RING, settings.lookahead, stages),
     )
 
 
@@ -72,18 +70,29 @@ def backward_split(
     dyv, xv = row_view(dy), row_view(x)
     parts, groups = _programs(n, xv.m, settings, multiprocessors)
     partial = torch.empty(groups, n, dtype=rstd.dtype, device=x.device) if needs_dw else None
-    kernel: Any = backward_split_kernel
-    kernel[(groups * parts,)](
-        *(dy, x, weight, rstd, dx, partial, space.state, space.slots, space.slots.numel(), n),
-        *(xv.m, xv.b, xv.stride_a, xv.stride_b, dyv.b, dyv.stride_a, dyv.stride_b),
-        *(xv.unit, xv.flat, dyv.unit, dyv.flat, xv.int64, n, offset),
-        *(parts, _power_of_2(parts), settings.block, RING, settings.lookahead, stages),
-        num_warps=settings.warps,
-        maxnreg=_registers(settings),
-        enable_fp_fusion=False,
-        launch_cooperative_grid=True,
+    _launch(
+        backward_split_kernel,
+        groups * parts,
+        settings,
+        (dy, x, weight, rstd, dx, partial, space.state, space.slots, space.slots.numel(), n, *xv[:4], *dyv[1:4]),
+        (xv.unit, xv.flat, dyv.unit, dyv.flat, xv.int64, n, offset),
+        (parts, _power_of_2(parts), settings.block, RING, settings.lookahead, stages),
     )
     return partial
+
+
+def _launch(kernel: Any, programs: int, settings: SplitSettings, arguments: tuple, given: tuple, chosen: tuple) -> None:
+    """A cooperative launch, with no more registers a thread than let ``per_sm`` programs be resident."""
+    registers = min(255, REGISTERS // (settings.warps * 32 * settings.per_sm) // 8 * 8)
+    launch(
+        kernel,
+        (programs,),
+        arguments,
+        given + chosen,
+        num_warps=settings.warps,
+        maxnreg=registers,
+        launch_cooperative_grid=True,
+    )
 
 
 def widest_split(settings: SplitSettings, multiprocessors: int) -> int:
@@ -95,10 +104,6 @@ def _programs(n: int, m: int, settings: SplitSettings, multiprocessors: int) -> 
     """(programs that share a row, groups of them)."""
     parts = -(-n // settings.block)
     return parts, min(m, multiprocessors * settings.per_sm // parts)
-
-
-def _registers(settings: SplitSettings) -> int:
-    return min(255, REGISTERS // (settings.warps * 32 * settings.per_sm) // 8 * 8)
 
 
 def _power_of_2(n: int) -> int:

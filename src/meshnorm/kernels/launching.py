@@ -1,0 +1,49 @@
+"""Launching Triton kernels, a compiled one directly.
+
+``kernel[grid](…)`` binds and specialises all arguments anew at each call, which takes longer than a small norm. Here
+the compiled kernel is remembered under what it depends on: the constants, the launch options, and of each argument its
+dtype and whether it is aligned to 16 bytes, or for an int whether it fits into 32 bits. (All int arguments of these
+kernels are ``do_not_specialize``: their values make no difference.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_compiled: dict[tuple, Any] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: tuple, **options: Any) -> None:
+    """Launches on the device of the first argument, a tensor, and on its current stream.
+
+    Fused multiply-add is switched off: releases of Triton differ in what is the default, and with it in a result's last
+    bit, and nothing here is bound by arithmetic.
+    """
+    device = arguments[0].device
+    key = (id(kernel), device.index, constants, tuple(options.values()), tuple(map(_specialisation, arguments)))
+    with _current(device):
+        ready = _compiled.get(key)
+        if ready is None:
+            # None in the interpreter, where nothing is compiled
+            ready = kernel[grid](*arguments, *constants, enable_fp_fusion=False, **options)
+            if ready is not None:
+                _compiled[key] = ready
+        else:
+            ready[grid + (1,) * (3 - len(grid))](*arguments, *constants)
+
+
+def _specialisation(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return None if argument is None else -(2**31) <= argument < 2**31
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device. Switching to another takes microseconds, so only where it is another."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
