@@ -44,6 +44,8 @@ def flat_weight(weight: Tensor | None) -> Tensor | None:
     """The weight as a contiguous vector."""
     if weight is None:
         return None
+    if weight.dim() == 1 and weight.is_contiguous() and not weight.is_neg():
+        return weight
     weight = weight.detach()
     return (weight.resolve_neg() if weight.is_neg() else weight).reshape(-1).contiguous()
 
