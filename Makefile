@@ -44,8 +44,8 @@ types: $(READY) ## pyright
 pytest: $(READY) ## the tests alone
 	$(BIN)/python -m pytest
 
-bench: $(READY) ## the CPU benchmark
-	$(BIN)/python benchmarks/cpu.py
+bench: $(READY) ## time the norm beside the others that are installed, on the GPU if there is one
+	$(BIN)/meshnorm bench
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info

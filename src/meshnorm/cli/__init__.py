@@ -12,12 +12,12 @@ from meshnorm.errors import MeshnormError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb and returns its exit status."""
-    from meshnorm.cli import check, env, plan
+    from meshnorm.cli import bench, check, env, plan
 
     parser = argparse.ArgumentParser(prog="meshnorm", description="RMSNorm for every layout.")
     parser.add_argument("--version", action="version", version=f"meshnorm {meshnorm.__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (env, plan, check):
+    for verb in (env, plan, check, bench):
         verb.add_to(verbs)
     options = parser.parse_args(arguments)
     try:
