@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,3 +31,16 @@ def test_every_layout_on_two_gpus(mesh, shape, dtype):
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "COLUMNS": "160"})
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
     assert "✓" in found.stdout and "✗" not in found.stdout
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, since NCCL takes one rank a GPU")
+@pytest.mark.parametrize("mesh", [("1", "2"), ("2", "1")], ids=["tp", "cp"])
+def test_the_demo_trains_on_two_gpus(mesh):
+    example = Path(__file__).parent.parent / "examples" / "train_context_parallel.py"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(str(example), "--cp", mesh[0], "--tp", mesh[1], "--steps", "8"),
+    ]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
+    assert "cuda ranks" in found.stdout
