@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from meshnorm import collectives, ops
+from meshnorm import ops
 from meshnorm.dispatch import unobserved
 from meshnorm.errors import MeshMismatchError, MixedTensorError
 from meshnorm.formula import accumulation_dtype
-from meshnorm.geometry import Split, held, local_size
-from meshnorm.layout import Mesh, Move, Placements, Route, Step, WeightPlacement, move, normalize, route_of
+from meshnorm.layout import Mesh, Placements, Route, WeightPlacement, move, normalize, route_of
 from meshnorm.local import once_differentiable
-from meshnorm.meshes import describe, group_name
+from meshnorm.meshes import describe
+from meshnorm.moving import cut, embedded, local_part, moved, summed, wrapped
 
 
 @torch.compiler.allow_in_graph
@@ -121,10 +121,10 @@ class _Moved(torch.autograd.Function):
     def forward(ctx: Any, x, route):
         mesh = x.device_mesh
         ctx.mesh, ctx.route, ctx.shape = mesh, route, x.shape
-        local = _local(x)
+        local = local_part(x)
         if mesh.get_coordinate() is not None:
-            local = _moved(local, route.x_move, x.shape, mesh, x.placements)
-        return _wrap(local, mesh, route.y, x.shape)
+            local = moved(local, route.x_move, x.shape, mesh, x.placements)
+        return wrapped(local, mesh, route.y, x.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
@@ -140,11 +140,11 @@ def _moved_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     _check_mesh(dy, ctx.mesh)
     if tuple(dy.placements) == route.dx:
         return dy, None
-    mesh, local = dy.device_mesh, _local(dy)
+    mesh, local = dy.device_mesh, local_part(dy)
     if mesh.get_coordinate() is not None:
         rows = len(ctx.shape) - route.normalized_ndim
-        local = _cut(local, (*((),) * rows, *route.hidden_chains), mesh).contiguous()
-    return _wrap(local, mesh, route.dx, ctx.shape), None
+        local = cut(local, (*((),) * rows, *route.hidden_chains), mesh).contiguous()
+    return wrapped(local, mesh, route.dx, ctx.shape), None
 
 
 class _ShardedRMSNorm(torch.autograd.Function):
@@ -153,13 +153,13 @@ class _ShardedRMSNorm(torch.autograd.Function):
         mesh = x.device_mesh
         shape, ndim = x.shape, route.normalized_ndim
         hidden_shape = tuple(shape[x.ndim - ndim :])
-        local = _local(x)
+        local = local_part(x)
         on_mesh = mesh.get_coordinate() is not None
         local_weight = _local_weight(weight, route, hidden_shape, mesh)
         if not on_mesh:
             y, rstd = local.clone(), local.new_empty(0, dtype=accumulation_dtype(x.dtype))
         elif route.splits_hidden:
-            total = _sum(ops.statistic(local, ndim), route.statistic_steps, mesh)
+            total = summed(ops.statistic(local, ndim), route.statistic_steps, mesh)
             y, rstd = ops.apply(local, local_weight, total, math.prod(hidden_shape), eps, offset, casting_mode, ndim)
         else:
             y, rstd = ops.forward(local, local_weight, eps, offset, casting_mode, ndim)
@@ -170,7 +170,7 @@ class _ShardedRMSNorm(torch.autograd.Function):
         ctx.route, ctx.mesh, ctx.offset, ctx.in_place, ctx.on_mesh = route, mesh, offset, in_place, on_mesh
         ctx.shape, ctx.hidden_shape = shape, hidden_shape
         ctx.weight_dtype = None if weight is None else weight.dtype
-        return _wrap(y, mesh, route.y, shape)
+        return wrapped(y, mesh, route.y, shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
@@ -183,11 +183,11 @@ def _sharded_backward(
     ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, local_weight: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     route, mesh = ctx.route, ctx.mesh
-    local = _local(x)
+    local = local_part(x)
     if local_weight is None:
         local_weight = _local_weight(weight, route, ctx.hidden_shape, mesh)
     needs_dx, needs_dw = ctx.needs_input_grad[:2]
-    local_dy = _local_dy(dy, route, ctx.shape, mesh) if ctx.on_mesh else _local(dy)
+    local_dy = _local_dy(dy, route, ctx.shape, mesh) if ctx.on_mesh else local_part(dy)
     if not ctx.on_mesh:
         dx = local.clone() if needs_dx else None
         shape = ctx.hidden_shape if route.weight == "plain" else (0,)
@@ -195,9 +195,9 @@ def _sharded_backward(
     else:
         dx, dw = _local_gradients(ctx, local_dy, local, local_weight, rstd, needs_dx, needs_dw)
         dw = _finish_dw(dw, route, ctx.hidden_shape, ctx.weight_dtype, mesh) if needs_dw else None
-    dx = _wrap(dx, mesh, route.y, ctx.shape) if dx is not None and needs_dx else None
+    dx = wrapped(dx, mesh, route.y, ctx.shape) if dx is not None and needs_dx else None
     if dw is not None and route.weight != "plain":
-        dw = _wrap(dw, mesh, route.dw, ctx.hidden_shape)
+        dw = wrapped(dw, mesh, route.dw, ctx.hidden_shape)
     return dx, dw, None, None, None, None, None
 
 
@@ -215,67 +215,10 @@ def _local_gradients(
         args = (dy, x, weight, rstd, ctx.offset, ndim, needs_dx, needs_dw, dw_dtype)
         return ops.backward_into(*args, True) if in_place else ops.backward(*args)
     total = ops.backward_statistic(dy, x, weight, rstd, ctx.offset, ndim)
-    total = _sum(total, route.statistic_steps, ctx.mesh)
+    total = summed(total, route.statistic_steps, ctx.mesh)
     size = math.prod(ctx.hidden_shape)
     args = (dy, x, weight, rstd, total, size, ctx.offset, ndim, needs_dx, needs_dw, dw_dtype)
     return ops.backward_apply_into(*args, True) if in_place else ops.backward_apply(*args)
-
-
-# --- steps ---
-
-
-def _sum(local: Tensor, steps: Sequence[Step], mesh: DeviceMesh) -> Tensor:
-    for step in steps:
-        local = collectives.all_reduce(local, "sum", group_name(mesh, step.mesh_dims), 0)
-    return local
-
-
-def _moved(local: Tensor, move: Move, shape: Sequence[int], mesh: DeviceMesh, given: Sequence[Placement]) -> Tensor:
-    """``local`` after a move, one mesh dim at a time. ``given`` are the tensor's own placements, as torch made them."""
-    sizes, coordinate = mesh.shape, mesh.get_coordinate()
-    assert coordinate is not None
-    chains = [list(chain) for chain in move.have]
-    for step in move.steps:
-        (dim,) = step.mesh_dims
-        group, parts, onto = group_name(mesh, step.mesh_dims), sizes[dim], step.tensor_dim
-        if step.kind == "all_gather":
-            assert onto is not None
-            split = chains[onto].pop()
-            whole = local_size(shape[onto], chains[onto], sizes, coordinate)
-            pieces = [held(whole, (Split(0, split.factor),), (parts,), (rank,)) for rank in range(parts)]
-            local = collectives.all_gather(local, group, pieces, onto)
-            continue
-        op, partial = step.reduce_op, given[dim]
-        if type(partial) is not Partial:
-            # A partial of its own kind, such as a vocabulary-sharded embedding's, masks before it is summed.
-            if onto is None:
-                local = _waited(partial._reduce_value(local, mesh, dim))  # type: ignore[attr-defined]
-            else:
-                local = _waited(partial._reduce_shard_value(local, mesh, dim, Shard(onto)))  # type: ignore[attr-defined]
-        elif onto is None:
-            local = collectives.all_reduce(local, op, group, parts)
-        else:
-            lengths = [local_size(local.size(onto), (Split(0),), (parts,), (rank,)) for rank in range(parts)]
-            local = collectives.reduce_scatter(local, op, group, lengths, coordinate[dim], onto)
-        if onto is not None:
-            chains[onto].append(Split(dim))
-    return _cut(local, move.cut, mesh)
-
-
-def _cut(local: Tensor, chains: Sequence[Sequence[Split]], mesh: DeviceMesh) -> Tensor:
-    """The part of ``local`` that this rank holds once each dim is split further along its chain."""
-    for dim, chain in enumerate(chains):
-        if not chain:
-            continue
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None
-        mine = held(local.size(dim), chain, mesh.shape, coordinate)
-        parts = [local.narrow(dim, start, stop - start) for start, stop in mine]
-        if len(parts) == 1:
-            local = parts[0]
-        else:
-            local = torch.cat(parts, dim) if parts else local.narrow(dim, 0, 0)
-    return local
 
 
 def _local_weight(
@@ -284,11 +227,11 @@ def _local_weight(
     """The part of the weight that belongs to the columns held here."""
     if weight is None or route.weight_move is None:
         return None
-    local = _local(weight)
+    local = local_part(weight)
     if route.weight_move.is_nothing or mesh.get_coordinate() is None:
         return local
     given = weight.placements if isinstance(weight, DTensor) else ()
-    return _moved(local, route.weight_move, hidden_shape, mesh, given)
+    return moved(local, route.weight_move, hidden_shape, mesh, given)
 
 
 def _check_mesh(dy: DTensor, mesh: DeviceMesh) -> None:
@@ -305,60 +248,19 @@ def _local_dy(dy: Tensor, route: Route, shape: Sequence[int], mesh: DeviceMesh) 
             "the gradient of y is a plain tensor, but y is a DTensor: wrap the gradient as y is wrapped"
         )
     _check_mesh(dy, mesh)
-    local = _local(dy)
+    local = local_part(dy)
     if tuple(dy.placements) == route.y:
         return local
     have = normalize(dy.placements, len(shape), route.mesh, "the gradient of y")
-    return _moved(local, move(route.mesh, have, route.y, len(shape)), shape, mesh, dy.placements)
+    return moved(local, move(route.mesh, have, route.y, len(shape)), shape, mesh, dy.placements)
 
 
 def _finish_dw(dw: Tensor, route: Route, hidden_shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
     """The local part of dW as the route places it: summed if the route sums it, then cast, then cut to size."""
     if route.sums_whole_weight and route.splits_hidden:
-        dw = _embedded(dw, route.hidden_chains, hidden_shape, mesh)
-    dw = _sum(dw, route.dw_steps, mesh).to(dtype)
+        dw = embedded(dw, route.hidden_chains, hidden_shape, mesh)
+    dw = summed(dw, route.dw_steps, mesh).to(dtype)
     if route.weight != "plain" and not route.weight_is_aligned:
         assert route.weight_move is not None
-        dw = _cut(dw, route.weight_move.have, mesh).contiguous()
+        dw = cut(dw, route.weight_move.have, mesh).contiguous()
     return dw
-
-
-def _embedded(part: Tensor, chains: Sequence[Sequence[Split]], shape: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
-    """``part`` at its place in zeros of ``shape``."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    for dim, (size, chain) in reversed(list(enumerate(zip(shape, chains, strict=True)))):
-        if not chain:
-            continue
-        whole = part.new_zeros((*part.shape[:dim], size, *part.shape[dim + 1 :]))
-        at = 0
-        for start, stop in held(size, chain, mesh.shape, coordinate):
-            whole.narrow(dim, start, stop - start).copy_(part.narrow(dim, at, stop - start))
-            at += stop - start
-        part = whole
-    return part
-
-
-# --- wrapping ---
-
-
-def _local(x: Tensor) -> Tensor:
-    """The local tensor of a DTensor, waited for."""
-    return _waited(x.to_local() if isinstance(x, DTensor) else x)
-
-
-def _waited(local: Tensor) -> Tensor:
-    """``local`` itself once a pending functional collective has delivered it."""
-    wait = getattr(local, "trigger_wait", None)
-    return local if wait is None else wait()
-
-
-def _wrap(local: Tensor, mesh: DeviceMesh, placements: Placements | None, shape: Sequence[int]) -> DTensor:
-    """A DTensor of contiguous global ``shape`` around ``local``."""
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(reversed(stride))
-    )
