@@ -1,6 +1,6 @@
 """The collectives of a route on local tensors, padded where shards are uneven.
 
-They are the functional collectives that DTensor itself issues (``torch.ops._c10d_functional``, torch 2.11 to 2.14):
+They are the functional collectives that DTensor itself issues (``torch.ops._c10d_functional``; torch 2.11, 2.13, 2.14):
 they can be traced by torch.compile, counted by ``CommDebugMode``, and take a group by its name. Private to torch, and
 used here alone.
 """

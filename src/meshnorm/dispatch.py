@@ -1,6 +1,6 @@
 """Whether anything could be looking at an op call: the one place that asks torch's dispatcher, through private APIs.
 
-There is no public question for these; each answer below was checked on torch 2.11 to 2.14.
+There is no public question for these; each answer below was checked on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ Interval = tuple[int, int]
 def shard_dim(placement: Any, ndim: int) -> int | None:
     """The tensor dim that a placement shards, counted from the front; None where it shards none.
 
-    ``_StridedShard`` is a shard here: it is no subclass of ``Shard`` from torch 2.12 on, and its ``is_shard()`` is
+    ``_StridedShard`` is a shard here: it is no subclass of ``Shard`` in every torch release, and its ``is_shard()`` is
     False.
     """
     dim = getattr(placement, "dim", None)

@@ -63,7 +63,7 @@ def kept(x):
 
     For two ends. What is computed from x before a reduction and again after it is computed twice rather than held in
     registers, where wide rows have none to spare; that includes what a loop does not change. And a value that a loop
-    passes on unchanged no longer keeps the loop from being pipelined (Triton 3.6 to 3.9).
+    passes on unchanged no longer keeps the loop from being pipelined (Triton 3.6 and 3.9).
     """
     if x is None:
         moved = None

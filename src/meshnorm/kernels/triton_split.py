@@ -56,7 +56,7 @@ def forward_split_kernel(
     col_mask = cols < N
     scale = load_scale(W, cols, col_mask, OFFSET, ACC)
     steps = tl.cdiv(M, groups) + LOOKAHEAD
-    # Each its own zeros: a name that starts as another's value is not carried through the loop (Triton 3.6 to 3.9).
+    # Each its own zeros: a name that starts as another's value is not carried through the loop (Triton 3.9).
     x1 = tl.zeros([BLOCK], X.dtype.element_ty)
     x2 = tl.zeros([BLOCK], X.dtype.element_ty)
     for step in tl.range(0, steps, num_stages=STAGES):
