@@ -170,6 +170,13 @@ def test_a_partial_x_is_reduced_onto_the_asked_layout(pool4: RankPool, op, x, ou
             expect_right(pool4, Case(MESH, shape, x.format(op=op), weight, output=output))
 
 
+@pytest.mark.parametrize("output", ["S(2),R", "S(1),R"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_deferred_plain_weight_beside_a_partial_x(pool4: RankPool, frozen, output):
+    case = Case(MESH, (3, 5, 7), "P,R", "plain", output=output, weight_grad="deferred", x_requires_grad=not frozen)
+    expect_right(pool4, case)
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 3), (2, 1, 5), (0, 4, 6), (3, 0, 6), (1, 3, 1)])
 @pytest.mark.parametrize("x", ["S(0),R", "S(1),S(1)", "S(1),S(2)", "S(2),S(2)", "P,S(0)"])
 def test_ranks_without_rows_or_columns_join_in(pool4: RankPool, x, shape):

@@ -297,14 +297,9 @@ def _summed(
     total = _part(dw).double().clone()
     assert expected.dw is not None
     if inputs.weight_for_plan == "plain":
-        pending = [
-            dim
-            for dim, p in enumerate(expected.dx or expected.x)
-            if getattr(p, "dim", None) is not None and case.weight_grad == "deferred"
-        ]
-        if case.hidden == "gather":
-            rows = len(case.shape) - case.normalized_ndim
-            pending = [d for d in pending if (expected.dx or expected.x)[d].dim < rows]  # type: ignore[attr-defined]
+        # What is split while it is normalized is what y is split by.
+        deferred = case.weight_grad == "deferred"
+        pending = [dim for dim, p in enumerate(expected.y) if deferred and getattr(p, "dim", None) is not None]
     else:
         pending = [dim for dim, p in enumerate(expected.dw) if p.is_partial()]
     for dim in pending:
