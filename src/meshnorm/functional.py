@@ -141,6 +141,8 @@ def _check_normalized(x: Tensor, weight: Tensor | None, normalized_shape: int | 
     """How many dims are normalized, all shapes having been checked."""
     if normalized_shape is None:
         shape = tuple(weight.shape) if weight is not None else tuple(x.shape[-1:])
+    elif type(normalized_shape) is tuple:  # as modules hold it
+        shape = normalized_shape
     else:
         try:
             sizes = (normalized_shape,) if isinstance(normalized_shape, Integral) else tuple(normalized_shape)  # type: ignore[arg-type]

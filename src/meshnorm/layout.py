@@ -76,7 +76,6 @@ class Move:
 
     steps: tuple[Step, ...]
     have: tuple[tuple[Split, ...], ...]
-    kept: tuple[tuple[Split, ...], ...]
     cut: tuple[tuple[Split, ...], ...]
 
     @property
@@ -91,7 +90,6 @@ class Route:
     mesh: Mesh
     normalized_ndim: int
     x: Placements
-    resolved: Placements
     y: Placements
     dx: Placements
     dw: Placements | None
@@ -156,7 +154,6 @@ def route_of(
     hidden: str = "stats",
     weight_grad: str = "auto",
     output_placements: Placements | None = None,
-    x_requires_grad: bool = True,
     weight_requires_grad: bool = True,
 ) -> Route:
     """The route of a norm over the last ``normalized_ndim`` of ``ndim`` dims of an x with placements ``x``.
@@ -206,7 +203,6 @@ def route_of(
         mesh=mesh,
         normalized_ndim=normalized_ndim,
         x=x,
-        resolved=resolved,
         y=y,
         dx=resolved,
         dw=dw,
@@ -219,11 +215,6 @@ def route_of(
         dw_steps=dw_steps,
         gathers=gathers and bool(hidden_dims),
     )
-
-
-def backward_statistic_steps(route: Route, x_requires_grad: bool) -> tuple[Step, ...]:
-    """The backward's exchange: that of the forward, where x has a gradient at all."""
-    return route.statistic_steps if x_requires_grad else ()
 
 
 def _dw_sum(mesh: Mesh, dims: Sequence[int]) -> tuple[Step, ...]:
@@ -278,7 +269,7 @@ def _move(mesh: Mesh, have: Placements, want: tuple[tuple[Split, ...], ...]) -> 
             steps.append(Step("all_gather", (split.mesh_dim,), tensor_dim=d))
         kept.append(tuple(chain[:shared]))
     cut = tuple(wanted[len(shared) :] for shared, wanted in zip(kept, want, strict=True))
-    return Move(tuple(steps), before, tuple(kept), cut)
+    return Move(tuple(steps), before, cut)
 
 
 def _resolve_partial(mesh: Mesh, x: Placements, ndim: int, output: Placements | None) -> Placements:

@@ -17,7 +17,7 @@ from meshnorm.errors import DTypeError, NormalizedShapeError, OptionError, Place
 from meshnorm.formula import accumulation_dtype
 from meshnorm.functional import DTYPES, HIDDEN, WEIGHT_GRADS
 from meshnorm.geometry import Split, local_shape, local_size
-from meshnorm.layout import Mesh, Move, Placements, Route, Step, backward_statistic_steps, move, normalize, route_of
+from meshnorm.layout import Mesh, Move, Placements, Route, Step, move, normalize, route_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -152,7 +152,6 @@ def plan(
         hidden,
         weight_grad,
         output,
-        x_requires_grad,
         weight_requires_grad,
     )
     at = tuple(coordinate) if coordinate is not None else (0,) * len(facts.sizes)
@@ -174,7 +173,7 @@ def priced(
     mesh, ndim = route.mesh, route.normalized_ndim
     hidden_shape = shape[len(shape) - ndim :]
     accumulation = accumulation_dtype(dtype).itemsize
-    resolved = local_shape(shape, route.resolved, mesh.sizes, coordinate)
+    resolved = local_shape(shape, route.dx, mesh.sizes, coordinate)
     rows = math.prod(resolved[: len(shape) - ndim])
     columns = math.prod(hidden_shape if route.gathers else resolved[len(shape) - ndim :])
     statistic = tuple(_collective(mesh, step, rows * accumulation) for step in route.statistic_steps)
@@ -187,7 +186,6 @@ def priced(
     )
     dw_numbers = math.prod(hidden_shape) if route.sums_whole_weight else columns
     dw = tuple(_collective(mesh, step, dw_numbers * accumulation) for step in route.dw_steps)
-    exchanges = statistic if backward_statistic_steps(route, x_requires_grad) else ()
     runs_backward = x_requires_grad or route.dw is not None
     return Plan(
         shape=shape,
@@ -199,7 +197,7 @@ def priced(
         dx=route.dx if x_requires_grad else None,
         dw=route.dw,
         forward=moves_x + moves_weight + statistic,
-        backward=moves_dy + exchanges + dw if runs_backward else (),
+        backward=moves_dy + (statistic if x_requires_grad else ()) + dw if runs_backward else (),
         gathering=_gathering(route, shape, coordinate, dtype.itemsize),
         rows=rows,
         columns=columns,

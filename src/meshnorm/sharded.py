@@ -74,7 +74,6 @@ def route_for(
         hidden,
         weight_grad,
         None if output_placements is None else tuple(map(_decoded, output_placements)),
-        x.requires_grad,
         weight is not None and weight.requires_grad,
     )
 
@@ -102,7 +101,6 @@ def _route(
     hidden: str,
     weight_grad: str,
     output: Placements | None,
-    x_requires_grad: bool,
     weight_requires_grad: bool,
 ) -> Route:
     """``route_of`` for placements as torch gives them."""
@@ -111,7 +109,7 @@ def _route(
     if output is not None:
         output = normalize(output, x_ndim, mesh, "output_placements")
     x = normalize(x, x_ndim, mesh, "x")
-    return route_of(mesh, x, x_ndim, ndim, weight, hidden, weight_grad, output, x_requires_grad, weight_requires_grad)
+    return route_of(mesh, x, x_ndim, ndim, weight, hidden, weight_grad, output, weight_requires_grad)
 
 
 class _Moved(torch.autograd.Function):

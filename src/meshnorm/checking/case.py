@@ -137,7 +137,6 @@ class _Inputs:
     weight: Tensor | None
     weight64: Tensor
     dy64: Tensor
-    dy_parts: Tensor
     x_placements: tuple[Placement, ...]
     weight_for_plan: Any
 
@@ -158,7 +157,7 @@ class _Inputs:
             placements = parse_placements(case.weight) if case.weight else (Replicate(),) * mesh.ndim
             part, weight64 = _drawn(hidden_shape, placements, weight_dtype, mesh, generator)
             weight, in_plan = _wrapped(part, mesh, placements, hidden_shape), placements
-        return cls(x, x64, weight, weight64, torch.empty(0), torch.empty(0), x_placements, in_plan)
+        return cls(x, x64, weight, weight64, torch.empty(0), x_placements, in_plan)
 
 
 def _drawn(

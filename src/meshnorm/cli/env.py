@@ -87,4 +87,4 @@ def _cuda_path(count: int) -> str:
     module = kernels_for(torch.device("cuda", 0)).__name__.rpartition(".")[2]
     if module == "cpu":
         return "plain torch, since Triton is not installed: install triton for the fused kernels"
-    return "Triton, one kernel a pass; a hidden-sharded x through one all-reduce a pass"
+    return "Triton, one reading of the data a pass; a hidden-sharded x is read twice, around one all-reduce"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .gpu_split import backward_split, can_split, forward_split, widest_split
-from .launching import launch
+from .launching import has_ptx, launch
 from .row_views import aligned, row_view
 from .settings import (
     SUM_PARTIALS,
@@ -217,7 +217,7 @@ def _launch_gradients(
     partial = dw
     if dw is not None and programs > 1:
         partial = torch.empty(programs, n, dtype=rstd.dtype, device=x.device)
-    lean = (tile.block >= LEAN_FROM and _has_ptx(x.device),) if kernel is backward_kernel else ()
+    lean = (tile.block >= LEAN_FROM and has_ptx(x.device),) if kernel is backward_kernel else ()
     stages = _stages(tile, x.element_size() + dy.element_size(), _shared_memory(x.device))
     _launch(
         kernel,
@@ -281,11 +281,6 @@ def _launch(kernel: Any, grid: tuple[int, ...], tile: RowSettings, arguments: tu
 def multiprocessors(device: torch.device) -> int:
     """A few where there is no GPU: Triton's interpreter then goes through the same loops."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-@functools.cache
-def _has_ptx(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None
 
 
 @functools.cache

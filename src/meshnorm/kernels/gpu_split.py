@@ -7,14 +7,13 @@ multiprocessor; and the launch is cooperative, which the driver refuses where th
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .exchange import RING, workspace
-from .launching import launch
+from .launching import has_ptx, launch
 from .row_views import row_view
 from .settings import SplitSettings
 from .triton_split import backward_split_kernel, forward_split_kernel
@@ -22,10 +21,9 @@ from .triton_split import backward_split_kernel, forward_split_kernel
 REGISTERS = 65536  # 32-bit registers of a multiprocessor, on every NVIDIA GPU since 2012
 
 
-@functools.cache
 def can_split(device: torch.device, dtype: torch.dtype) -> bool:
     """Slots hold 32-bit values, and waiting is written in PTX."""
-    return device.type == "cuda" and torch.version.hip is None and dtype != torch.float64
+    return dtype != torch.float64 and has_ptx(device)
 
 
 def forward_split(

@@ -9,6 +9,7 @@ kernels are ``do_not_specialize``: their values make no difference.)
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -34,6 +35,12 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: tupl
                 _compiled[key] = ready
         else:
             ready[grid + (1,) * (3 - len(grid))](*arguments, *constants)
+
+
+@functools.cache
+def has_ptx(device: torch.device) -> bool:
+    """Whether kernels with inline PTX run on ``device``: not in the interpreter, nor on other vendors' GPUs."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 def _specialisation(argument: Any) -> Any:
