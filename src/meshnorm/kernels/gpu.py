@@ -71,7 +71,7 @@ def forward(
         (_ceil(view.m, tile.rows),),
         tile,
         (x, weight, y, rstd, view.m, view.b, view.stride_a, view.stride_b, n),
-        (view.unit, view.flat, view.int64, n, eps, offset, mode, tile.rows, tile.block),
+        (view.unit, view.flat, view.int64, n, eps, offset, mode, tile.rows, tile.block, has_ptx(x.device)),
     )
 
 
@@ -86,7 +86,7 @@ def statistic(x: Tensor, total: Tensor, *, settings: RowSettings | None = None) 
         (_ceil(view.m, tile.rows),),
         tile,
         (x, total, view.m, view.b, view.stride_a, view.stride_b),
-        (view.unit, view.flat, view.int64, n, tile.rows, tile.block),
+        (view.unit, view.flat, view.int64, n, tile.rows, tile.block, has_ptx(x.device)),
     )
 
 
@@ -112,7 +112,7 @@ def apply(
         (_ceil(view.m, tile.rows), _ceil(n, tile.block)),
         tile,
         (x, weight, total, y, rstd, view.m, view.b, view.stride_a, view.stride_b, hidden_size),
-        (view.unit, view.flat, view.int64, n, eps, offset, mode, tile.rows, tile.block),
+        (view.unit, view.flat, view.int64, n, eps, offset, mode, tile.rows, tile.block, has_ptx(x.device)),
     )
 
 
@@ -217,7 +217,8 @@ def _launch_gradients(
     partial = dw
     if dw is not None and programs > 1:
         partial = torch.empty(programs, n, dtype=rstd.dtype, device=x.device)
-    lean = (tile.block >= LEAN_FROM and has_ptx(x.device),) if kernel is backward_kernel else ()
+    ptx = has_ptx(x.device)
+    lean = (tile.block >= LEAN_FROM and ptx, ptx) if kernel is backward_kernel else ()
     stages = _stages(tile, x.element_size() + dy.element_size(), _shared_memory(x.device))
     _launch(
         kernel,

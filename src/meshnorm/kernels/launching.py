@@ -15,26 +15,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .clusters import compiled_for_clusters, resident_clusters
+
 _compiled: dict[tuple, Any] = {}
+_clusters: dict[tuple, int] = {}
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: tuple, **options: Any) -> None:
-    """Launches on the device of the first argument, a tensor, and on its current stream.
+def launch(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: tuple, *, cluster: int = 1, **options: Any
+) -> None:
+    """Launches on the device of the first argument, a tensor, and on its current stream; with ``cluster``, that many
+    programs in a thread-block cluster, and as many clusters as ``grid`` says.
 
     Fused multiply-add is switched off: releases of Triton differ in what is the default, and with it in a result's last
     bit, and nothing here is bound by arithmetic.
     """
     device = arguments[0].device
-    key = (id(kernel), device.index, constants, tuple(options.values()), tuple(map(_specialisation, arguments)))
+    key = _key(kernel, arguments, constants, cluster, options)
     with _current(device):
         ready = _compiled.get(key)
-        if ready is None:
+        if ready is None and cluster == 1:
             # None in the interpreter, where nothing is compiled
             ready = kernel[grid](*arguments, *constants, enable_fp_fusion=False, **options)
             if ready is not None:
                 _compiled[key] = ready
-        else:
-            ready[grid + (1,) * (3 - len(grid))](*arguments, *constants)
+            return
+        if ready is None:
+            ready = _compiled[key] = compiled_for_clusters(kernel, arguments, constants, cluster, options)
+        ready[grid + (1,) * (3 - len(grid))](*arguments, *constants)
+
+
+def most_clusters(kernel: Any, arguments: tuple, constants: tuple, *, cluster: int, **options: Any) -> int:
+    """How many clusters of such a launch run at the same time on the device of the first argument."""
+    key = _key(kernel, arguments, constants, cluster, options)
+    if key not in _clusters:
+        with _current(arguments[0].device):
+            if key not in _compiled:
+                _compiled[key] = compiled_for_clusters(kernel, arguments, constants, cluster, options)
+            _clusters[key] = resident_clusters(_compiled[key], cluster)
+    return _clusters[key]
+
+
+def _key(kernel: Any, arguments: tuple, constants: tuple, cluster: int, options: dict[str, Any]) -> tuple:
+    specialisations = tuple(map(_specialisation, arguments))
+    return id(kernel), arguments[0].device.index, constants, cluster, tuple(options.values()), specialisations
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_rows import load_scale, mean, reciprocal_root, row_offsets, tile_rows
+from .triton_rows import load_scale, mean, reciprocal_root, rounded, row_offsets, tile_rows, widened
 
 # What varies from call to call is not specialised on: no second kernel for a batch of 16 rows. Alignment is in UNIT.
 VARYING = ["M", "B", "stride_a", "stride_b", "hidden_size"]
@@ -31,6 +31,7 @@ def forward_kernel(
     MODE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Rows of up to BLOCK columns: read once, held in registers."""
     ACC: tl.constexpr = RSTD.dtype.element_ty
@@ -39,11 +40,12 @@ def forward_kernel(
     row_mask, col_mask = rows < M, cols < N
     mask = row_mask[:, None] & col_mask[None, :]
     offsets = row_offsets(rows, B, stride_a, stride_b, UNIT, FLAT)
-    x = tl.load(X + offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
+    x = tl.load(X + offsets[:, None] + cols[None, :], mask=mask, other=0.0)
+    x = widened(x, ACC, PTX)
     scale = load_scale(W, cols, col_mask, OFFSET, ACC)
     rstd = reciprocal_root(mean(tl.sum(x * x, axis=1), hidden_size) + EPS)
     tl.store(RSTD + rows, rstd, mask=row_mask)
-    y = normalized(x, rstd[:, None], scale[None, :], MODE, Y.dtype.element_ty)
+    y = normalized(x, rstd[:, None], scale[None, :], MODE, Y.dtype.element_ty, PTX)
     tl.store(Y + rows.to(tl.int64)[:, None] * N + cols[None, :], y, mask=mask)
 
 
@@ -67,24 +69,25 @@ def forward_wide_kernel(
     MODE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PTX: tl.constexpr,
 ):
-    """Rows of any width, read twice: the second time from the L2 cache."""
+    """Rows of any width, read twice: the second time from a cache, which is asked to keep them until then."""
     ACC: tl.constexpr = RSTD.dtype.element_ty
     rows = tile_rows(tl.program_id(0), ROWS, INT64_ROWS)
     row_mask = rows < M
     x_rows = X + row_offsets(rows, B, stride_a, stride_b, UNIT, FLAT)[:, None]
     y_rows = Y + rows.to(tl.int64)[:, None] * N
-    rstd = reciprocal_root(mean(sum_of_squares(x_rows, row_mask, N, ROWS, BLOCK, ACC), hidden_size) + EPS)
+    total = sum_of_squares(x_rows, row_mask, N, ROWS, BLOCK, ACC, PTX, "evict_last")
+    rstd = reciprocal_root(mean(total, hidden_size) + EPS)
     tl.store(RSTD + rows, rstd, mask=row_mask)
     for start in tl.range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         col_mask = cols < N
         mask = row_mask[:, None] & col_mask[None, :]
-        x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0).to(ACC)
-        scale = load_scale(W, cols, col_mask, OFFSET, ACC)
-        tl.store(
-            y_rows + cols[None, :], normalized(x, rstd[:, None], scale[None, :], MODE, Y.dtype.element_ty), mask=mask
-        )
+        x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        scale = load_scale(W, cols, col_mask, OFFSET, ACC)[None, :]
+        y = normalized(widened(x, ACC, PTX), rstd[:, None], scale, MODE, Y.dtype.element_ty, PTX)
+        tl.store(y_rows + cols[None, :], y, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -101,12 +104,14 @@ def statistic_kernel(
     N: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Σ x² of each row."""
     rows = tile_rows(tl.program_id(0), ROWS, INT64_ROWS)
     row_mask = rows < M
     x_rows = X + row_offsets(rows, B, stride_a, stride_b, UNIT, FLAT)[:, None]
-    tl.store(TOTAL + rows, sum_of_squares(x_rows, row_mask, N, ROWS, BLOCK, TOTAL.dtype.element_ty), mask=row_mask)
+    total = sum_of_squares(x_rows, row_mask, N, ROWS, BLOCK, TOTAL.dtype.element_ty, PTX, "")
+    tl.store(TOTAL + rows, total, mask=row_mask)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -130,6 +135,7 @@ def apply_kernel(
     MODE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """y of one tile of rows and one chunk of columns, given each row's Σ x²."""
     ACC: tl.constexpr = RSTD.dtype.element_ty
@@ -139,32 +145,44 @@ def apply_kernel(
     mask = row_mask[:, None] & col_mask[None, :]
     total = tl.load(TOTAL + rows, mask=row_mask, other=1.0)
     offsets = row_offsets(rows, B, stride_a, stride_b, UNIT, FLAT)
-    x = tl.load(X + offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
+    x = tl.load(X + offsets[:, None] + cols[None, :], mask=mask, other=0.0)
+    x = widened(x, ACC, PTX)
     scale = load_scale(W, cols, col_mask, OFFSET, ACC)
     rstd = reciprocal_root(mean(total, hidden_size) + EPS)
     if tl.program_id(1) == 0:
         tl.store(RSTD + rows, rstd, mask=row_mask)
-    y = normalized(x, rstd[:, None], scale[None, :], MODE, Y.dtype.element_ty)
+    y = normalized(x, rstd[:, None], scale[None, :], MODE, Y.dtype.element_ty, PTX)
     tl.store(Y + rows.to(tl.int64)[:, None] * N + cols[None, :], y, mask=mask)
 
 
 @triton.jit
-def sum_of_squares(x_rows, row_mask, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
+def sum_of_squares(
+    x_rows,
+    row_mask,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+    PTX: tl.constexpr,
+    EVICTION: tl.constexpr,
+):
     """Chunks of BLOCK columns are added elementwise, in order, then along the row."""
     squares = tl.zeros([ROWS, BLOCK], ACC)
     for start in tl.range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        x = tl.load(x_rows + cols[None, :], mask=row_mask[:, None] & (cols < N)[None, :], other=0.0).to(ACC)
-        squares += x * x
+        mask = row_mask[:, None] & (cols < N)[None, :]
+        x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0, eviction_policy=EVICTION)
+        x = widened(x, ACC, PTX)
+        squares = tl.fma(x, x, squares)
     return tl.sum(squares, axis=1)
 
 
 @triton.jit
-def normalized(x, rstd, scale, MODE: tl.constexpr, DTYPE: tl.constexpr):
+def normalized(x, rstd, scale, MODE: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
     """y = x̂ · scale, rounded to DTYPE where the casting mode says (see ``formula``)."""
     x_hat = x * rstd
     if MODE != "gemma":
-        x_hat = x_hat.to(DTYPE).to(x.dtype)
+        x_hat = rounded(x_hat, DTYPE, PTX)
     if MODE == "none":
-        scale = scale.to(DTYPE).to(x.dtype)
+        scale = rounded(scale, DTYPE, PTX)
     return (x_hat * scale).to(DTYPE)

@@ -33,7 +33,9 @@ def load_scale(W, cols, col_mask, OFFSET: tl.constexpr, ACC: tl.constexpr):
     if W is None:
         scale = tl.full(cols.shape, 1.0, ACC)
     else:
-        scale = tl.load(W + cols, mask=col_mask, other=0.0).to(ACC) + OFFSET
+        scale = tl.load(W + cols, mask=col_mask, other=0.0).to(ACC)
+        if OFFSET != 0.0:
+            scale += OFFSET
     return scale
 
 
@@ -48,23 +50,87 @@ def load_weight(W, cols, col_mask):
 
 
 @triton.jit
-def scale_of(weight, OFFSET: tl.constexpr, ACC: tl.constexpr):
+def scale_of(weight, OFFSET: tl.constexpr, ACC: tl.constexpr, PTX: tl.constexpr, HELD: tl.constexpr):
     """w + offset in ACC, or one without a weight."""
     if weight is None:
         scale = tl.full([1], 1.0, ACC)
     else:
-        scale = weight.to(ACC) + OFFSET
+        scale = widened(weight, ACC, PTX, HELD)
+        if OFFSET != 0.0:  # x + 0 is an instruction: it makes +0 of -0
+            scale += OFFSET
     return scale
 
 
 @triton.jit
-def kept(x):
-    """x, by a move that the compiler cannot see through.
+def widened(x, ACC: tl.constexpr, PTX: tl.constexpr, HELD: tl.constexpr = False):
+    """x in ACC. From 16-bit types two numbers at a time: Triton's own conversion first takes each register apart, and
+    costs twice the instructions.
 
-    For two ends. What is computed from x before a reduction and again after it is computed twice rather than held in
-    registers, where wide rows have none to spare; that includes what a loop does not change. And a value that a loop
-    passes on unchanged no longer keeps the loop from being pipelined (Triton 3.6 and 3.9).
+    HELD: by an operation that the compiler cannot see through. What is computed from x before a reduction and again
+    after it is then computed twice rather than held in registers, where wide rows have none to spare; that includes
+    what a loop does not change.
     """
+    if not PTX:
+        wide = x.to(ACC)
+    elif x.dtype == tl.bfloat16:
+        bits = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [x],
+            dtype=tl.int32,
+            is_pure=not HELD,
+            pack=2,
+        )
+        wide = bits.to(tl.float32, bitcast=True)
+    elif x.dtype == tl.float16:
+        wide = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+            "=f,=f,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=not HELD,
+            pack=2,
+        )
+    elif HELD:
+        wide = kept(x).to(ACC)
+    else:
+        wide = x.to(ACC)
+    return wide
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """x rounded to DTYPE and back, two numbers at a time (Triton's conversion of single numbers runs at an eighth of
+    the rate)."""
+    if PTX and DTYPE == tl.bfloat16 and x.dtype == tl.float32:
+        bits = tl.inline_asm_elementwise(
+            "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
+            "=r,=r,f,f",
+            [x],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=2,
+        )
+        narrow = bits.to(tl.float32, bitcast=True)
+    elif PTX and DTYPE == tl.float16 and x.dtype == tl.float32:
+        narrow = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; .reg .b32 pair; cvt.rn.f16x2.f32 pair, $3, $2; mov.b32 {a, b}, pair; "
+            "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+            "=f,=f,f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        narrow = x.to(DTYPE).to(x.dtype)
+    return narrow
+
+
+@triton.jit
+def kept(x):
+    """x, by a move that the compiler cannot see through: see ``widened``. Also, a value that a loop passes on unchanged
+    no longer keeps the loop from being pipelined (Triton 3.6 and 3.9)."""
     if x is None:
         moved = None
     elif x.dtype.primitive_bitwidth == 16:
