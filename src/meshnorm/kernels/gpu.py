@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .gpu_split import backward_split, can_split, forward_split, widest_split
-from .launching import has_ptx, launch
+from .launching import has_ptx, launch, scratch
 from .row_views import aligned, row_view
 from .settings import (
     SUM_PARTIALS,
@@ -53,15 +53,17 @@ def forward(
     offset: float,
     mode: str,
     y: Tensor,
-    rstd: Tensor,
+    rstd: Tensor | None,
     *,
     settings: RowSettings | None = None,
 ) -> None:
-    """y and rstd."""
+    """y and rstd, or y alone where rstd is None."""
     n = x.shape[2]
     split = forward_split_settings(n) if settings is None and can_split(x.device, x.dtype) else None
     if split is not None and n <= widest_split(split, multiprocessors(x.device)):
         stages = _stages(split, x.element_size(), _shared_memory(x.device))
+        if rstd is None:
+            rstd = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
         forward_split(x, weight, eps, offset, mode, y, rstd, split, multiprocessors(x.device), stages)
         return
     tile = settings or forward_settings(n, x.dtype)
@@ -216,7 +218,7 @@ def _launch_gradients(
     programs = program_count(tiles, chunks, tile.per_sm, multiprocessors(x.device), allowed)
     partial = dw
     if dw is not None and programs > 1:
-        partial = torch.empty(programs, n, dtype=rstd.dtype, device=x.device)
+        partial = scratch((programs, n), rstd.dtype, x.device)
     lean = (tile.block >= LEAN_FROM and has_ptx(x.device),) if kernel is backward_kernel else ()
     stages = _stages(tile, x.element_size() + dy.element_size(), _shared_memory(x.device))
     _launch(
