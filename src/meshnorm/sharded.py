@@ -23,7 +23,7 @@ from meshnorm.formula import accumulation_dtype
 from meshnorm.layout import Mesh, Placements, Route, WeightPlacement, move, normalize, route_of
 from meshnorm.local import once_differentiable
 from meshnorm.meshes import describe
-from meshnorm.moving import cut, embedded, local_part, moved, summed, wrapped
+from meshnorm.moving import cut, embedded, local_part, moved, summed, waited, wrapped
 from meshnorm.replayed import Norm
 
 
@@ -202,7 +202,7 @@ class ShardedNorm:
     ) -> tuple[DTensor, Tensor | None, Tensor | None]:
         """(y, rstd, this rank's part of the weight)."""
         route, mesh, ndim = self.route, self.mesh, self.route.normalized_ndim
-        local = local_part(x)
+        local = self.part(x)
         local_weight = _local_weight(weight, self)
         rstd = None
         if not self.on_mesh:
@@ -211,13 +211,19 @@ class ShardedNorm:
             total = summed(ops.statistic(local, ndim), route.statistic_steps, mesh)
             size = math.prod(self.hidden_shape)
             y, rstd = ops.apply(local, local_weight, total, size, self.eps, self.offset, self.casting_mode, ndim)
-        elif self.kernels is None or not unobserved(local, local_weight):
+        elif self.kernels is None or (self.gathers_weight and not unobserved(local_weight)):
             y, rstd = ops.forward(local, local_weight, self.eps, self.offset, self.casting_mode, ndim)
         elif with_rstd:
             y, rstd = self.kernels.y_and_rstd(local, local_weight)
         else:
             y = self.kernels.y(local, local_weight)
         return self.wrapped(x, y, route.y, self.shape), rstd, local_weight
+
+    def part(self, x: Tensor) -> Tensor:
+        """The local tensor, for what autograd does not follow."""
+        if self.kernels is None:
+            return local_part(x)
+        return waited(dtensors.local(x) if isinstance(x, DTensor) else x)
 
     def wrapped(self, x: DTensor, local: Tensor, placements: Placements | None, shape: Sequence[int]) -> DTensor:
         """``local``, which nothing else holds, as a DTensor on x's mesh: y or dX if ``shape`` is x's, else dW."""
@@ -257,11 +263,11 @@ def _sharded_backward(
 ) -> tuple[Tensor | None, ...]:
     norm: ShardedNorm = ctx.norm
     route, mesh = norm.route, norm.mesh
-    local = local_part(x)
+    local = norm.part(x)
     if local_weight is None:
         local_weight = _local_weight(weight, norm)
     needs_dx, needs_dw, _ = ctx.needs_input_grad
-    local_dy = _local_dy(dy, route, norm.shape, mesh) if norm.on_mesh else local_part(dy)
+    local_dy = _local_dy(dy, norm) if norm.on_mesh else local_part(dy)
     if not norm.on_mesh:
         dx = local.clone() if needs_dx else None
         shape = norm.hidden_shape if route.weight == "plain" else (0,)
@@ -304,7 +310,7 @@ def _local_weight(weight: Tensor | None, norm: ShardedNorm) -> Tensor | None:
     weight_move = norm.route.weight_move
     if weight is None or weight_move is None:
         return None
-    local = local_part(weight)
+    local = norm.part(weight)
     if weight_move.is_nothing or not norm.on_mesh:
         return local
     given = weight.placements if isinstance(weight, DTensor) else ()
@@ -318,14 +324,15 @@ def _check_mesh(dy: DTensor, mesh: DeviceMesh) -> None:
         )
 
 
-def _local_dy(dy: Tensor, route: Route, shape: Sequence[int], mesh: DeviceMesh) -> Tensor:
+def _local_dy(dy: Tensor, norm: ShardedNorm) -> Tensor:
     """This rank's part of dY in y's placement, whatever placement it arrived in."""
     if not isinstance(dy, DTensor):
         raise MixedTensorError(
             "the gradient of y is a plain tensor, but y is a DTensor: wrap the gradient as y is wrapped"
         )
+    route, mesh, shape = norm.route, norm.mesh, norm.shape
     _check_mesh(dy, mesh)
-    local = local_part(dy)
+    local = norm.part(dy)
     if tuple(dy.placements) == route.y:
         return local
     have = normalize(dy.placements, len(shape), route.mesh, "the gradient of y")
