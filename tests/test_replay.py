@@ -249,14 +249,23 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "none": {"casting_mode": "none", "x": torch.randn(6, N).half()},
     "normalized_shape": {"normalized_shape": (N,)},
     "normalized_shape_list": {"normalized_shape": [N]},
-    "two_dims": {"normalized_shape": (6, N), "weight": None},
+}
+# These differ from one another where a call without a weight does.
+_WITHOUT_WEIGHT: dict[str, Any] = {"x": torch.randn(6, N), "weight": None}
+_OTHERS_WITHOUT_WEIGHT: dict[str, dict[str, Any]] = {
+    "two_dims": {"normalized_shape": (6, N)},
+    "strides_alone": {"x": torch.randn(12, N)[:, : N // 2]},  # as many elements, and the same strides
+}
+_PAIRS = {
+    **{name: (_BASE, {**_BASE, **other}) for name, other in _OTHERS.items()},
+    **{name: (_WITHOUT_WEIGHT, {**_WITHOUT_WEIGHT, **other}) for name, other in _OTHERS_WITHOUT_WEIGHT.items()},
 }
 
 
-@pytest.mark.parametrize("second", _OTHERS)
-def test_a_call_is_not_taken_for_another_one(driver, second: str) -> None:
+@pytest.mark.parametrize("pair", _PAIRS)
+def test_a_call_is_not_taken_for_another_one(driver, pair: str) -> None:
     """Interleaved, twice: each gives what it gives when nothing is remembered."""
-    calls = (_BASE, {**_BASE, **_OTHERS[second]})
+    calls = _PAIRS[pair]
     expected = []
     for call in calls:
         functional._known.clear()
@@ -265,6 +274,13 @@ def test_a_call_is_not_taken_for_another_one(driver, second: str) -> None:
     for _ in range(3):
         for call, y in zip(calls, expected, strict=True):
             assert torch.equal(rms_norm(**call).detach(), y)
+
+
+def test_a_list_of_dims_is_remembered_as_a_tuple_of_them_is(driver) -> None:
+    x, weight = torch.randn(6, N), torch.randn(N)
+    for dims in ((N,), [N], [N]):
+        assert torch.equal(rms_norm(x, weight, normalized_shape=dims), ordinary(x, weight))
+    assert driver.counts() == (4, 2)
 
 
 def test_values_are_read_at_each_call(driver) -> None:
@@ -321,8 +337,13 @@ def test_another_gradient_is_not_taken_for_an_earlier_one(driver) -> None:
     for _ in range(3):
         for dy, each in zip(gradients, expected, strict=True):
             assert_same(with_gradients(x, weight, dy), each)
-    y = rms_norm(x, weight)
-    assert torch.equal(torch.autograd.grad(y, weight, gradients[0])[0], expected[0][2])
+    functional._known.clear()
+    driver.counts()
+    for needs_dx, needs_dw in ((False, True), (True, True), (True, False), (False, True), (True, True), (True, False)):
+        found = with_gradients(x.requires_grad_(needs_dx), weight.requires_grad_(needs_dw), gradients[0])
+        y, dx, dw = expected[0]
+        assert_same(found, [y, *[dx] * needs_dx, *[dw] * needs_dw])
+    assert [launch.is_replayed for launch in driver.launches[1::2]] == [False] * 3 + [True] * 3
 
 
 # --- errors, sizes, threads ---
@@ -475,6 +496,16 @@ def test_another_current_device_is_no_obstacle() -> None:
     for each in results[1:]:
         for some, others in zip(each, results[0], strict=True):
             assert_same(some, others)
+
+
+@pytest.mark.gpu
+def test_a_cpu_and_a_gpu_are_told_apart() -> None:
+    x, weight = torch.randn(64, 256), torch.randn(256)
+    for _ in range(3):
+        for device in ("cuda", "cpu"):
+            y = rms_norm(x.to(device), weight.to(device))
+            assert y.device.type == device
+            torch.testing.assert_close(y.cpu(), torch.nn.functional.rms_norm(x, (256,), weight, 1e-6))
 
 
 @pytest.mark.gpu

@@ -101,7 +101,9 @@ def rms_norm(
         torch.Size([2, 8, 16])
     """
     # A call like an earlier one passes the checks as that did.
-    options = eps, offset, casting_mode, normalized_shape, hidden, weight_grad, output_placements, in_place
+    dims = tuple(normalized_shape) if type(normalized_shape) is list else normalized_shape
+    outputs = tuple(output_placements) if type(output_placements) is list else output_placements
+    options = eps, offset, casting_mode, dims, hidden, weight_grad, outputs, in_place
     key, known = None, None
     is_plain = unobserved(x, weight)
     try:
@@ -122,7 +124,8 @@ def rms_norm(
     eps = _check_numbers(x, weight, eps, offset, casting_mode, hidden, weight_grad)
     if is_dtensor(x):
         _check_meshes(x, weight)
-        from meshnorm.sharded import encoded, known_norm, sharded_rms_norm
+        from meshnorm.routing import encoded
+        from meshnorm.sharded import known_norm, sharded_rms_norm
 
         if output_placements is not None and not isinstance(output_placements, Sequence):
             raise PlacementError(
