@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from test_kernels_triton import interpreter_does_as_the_hardware  # noqa: F401
 from triton import knobs
 
 from meshnorm import errors, functional, ops, replayed, rms_norm
-from meshnorm.kernels import launching, replay
+from meshnorm.kernels import launching, raw_launch, replay
 
 CUDA = torch.cuda.is_available()
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -223,6 +224,32 @@ def test_in_place_is_replayed_into_dy(driver) -> None:
         assert_same(got, expected)
         assert got[1].data_ptr() == dy.data_ptr()
     assert driver.counts() == (4, 8)
+
+
+@pytest.mark.parametrize("version, is_short", [("3.6.0", True), ("3.6.1", True), ("3.7.0", False), ("3.9.0", False)])
+def test_each_release_of_triton_gets_the_arguments_that_its_launcher_takes(monkeypatch, version, is_short) -> None:
+    """As read in ``triton/backends/nvidia/driver.py``: 3.6's ``launch`` parses "iiiKKppOOOOOO" and the kernel's own."""
+
+    class CudaLauncher:
+        global_scratch_size = profile_scratch_size = 0
+        launch_cooperative_grid, launch_pdl = True, False
+
+        def launch(self, *args: Any) -> None:
+            called.append(("launch", *args))
+
+        def __call__(self, *args: Any) -> None:
+            called.append(("run", *args))
+
+    called: list[tuple] = []
+    ready = types.SimpleNamespace(run=CudaLauncher(), function=4711, packed_metadata=(4, 1, 0))
+    monkeypatch.setattr(raw_launch.triton, "__version__", version)
+    for scratch_size in (0, 128):  # a kernel that needs memory of Triton's is launched by what allocates it
+        ready.run.global_scratch_size = scratch_size
+        launch, fixed = raw_launch.launcher(ready)
+        launch(5, 2, 1, 11, *fixed, 16, None, 3)
+    long = ("run", 5, 2, 1, 11, 4711, (4, 1, 0), None, None, None, 16, None, 3)
+    short = ("launch", 5, 2, 1, 11, 4711, True, False, None, None, (4, 1, 0), None, None, None, 16, None, 3)
+    assert called == [short if is_short else long, long]
 
 
 # --- everything that distinguishes calls ---
