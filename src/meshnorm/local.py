@@ -12,30 +12,40 @@ from meshnorm import ops
 from meshnorm.dispatch import transformed, unobserved
 from meshnorm.errors import DoubleBackwardError
 from meshnorm.formula import reference_forward
+from meshnorm.replayed import Norm
 
 
-def local_rms_norm(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, ndim: int, in_place: bool
-) -> Tensor:
-    """y for plain tensors whose arguments are checked. ``in_place`` has no effect where something traces the call.
+def local_rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, ndim: int) -> Tensor:
+    """y for plain tensors whose arguments are checked, where something traces or transforms the call.
 
     Under torch.func's transforms and in forward mode the formula itself is run: slower, and differentiable in any way.
     """
-    if not unobserved(x, weight):
-        if transformed(x, weight):
-            return reference_forward(x, weight, eps, offset, casting_mode, ndim)
-        return ops.forward.op(x, weight, eps, offset, casting_mode, ndim)[0]  # type: ignore[attr-defined]
-    if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
-        return _LocalRMSNorm.apply(x, weight, eps, offset, casting_mode, ndim, in_place)
-    return ops.forward.direct(x, weight, eps, offset, casting_mode, ndim)[0]  # type: ignore[attr-defined]
+    if transformed(x, weight):
+        return reference_forward(x, weight, eps, offset, casting_mode, ndim)
+    return ops.forward.op(x, weight, eps, offset, casting_mode, ndim)[0]  # type: ignore[attr-defined]
+
+
+class LocalNorm(Norm):
+    """y for plain tensors of one signature whose arguments are checked, where nothing observes the call."""
+
+    __slots__ = ("in_place",)
+
+    def __init__(self, eps: float, offset: float, casting_mode: str, ndim: int, in_place: bool) -> None:
+        super().__init__(eps, offset, casting_mode, ndim)
+        self.in_place = in_place
+
+    def __call__(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
+            return _apply(x, weight, self)
+        return self.y(x, weight)
 
 
 class _LocalRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, weight, eps, offset, casting_mode, ndim, in_place):
-        y, rstd = ops.forward.direct(x, weight, eps, offset, casting_mode, ndim)  # type: ignore[attr-defined]
+    def forward(ctx: Any, x, weight, norm):
+        y, rstd = norm.y_and_rstd(x, weight)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.offset, ctx.ndim, ctx.in_place = offset, ndim, in_place
+        ctx.norm = norm
         return y
 
     @staticmethod
@@ -45,12 +55,20 @@ class _LocalRMSNorm(torch.autograd.Function):
         return _local_backward(ctx, dy, *ctx.saved_tensors)
 
 
+# Function.apply looks for functorch's transforms and wrappers, which takes as long as the rest of it; nothing observes
+# these calls.
+_apply: Any = super(torch.autograd.Function, _LocalRMSNorm).apply  # type: ignore[misc]
+
+
 def _local_backward(ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor | None, ...]:
-    needs_dx, needs_dw = ctx.needs_input_grad[:2]
+    needs_dx, needs_dw, _ = ctx.needs_input_grad
     dw_dtype = weight.dtype if needs_dw and weight is not None else x.dtype
-    args = (dy, x, weight, rstd, ctx.offset, ctx.ndim, needs_dx, needs_dw, dw_dtype)
-    dx, dw = ops.backward_into(*args, True) if ctx.in_place and unobserved(dy, x) else ops.backward(*args)
-    return dx if needs_dx else None, dw if needs_dw else None, None, None, None, None, None
+    norm = ctx.norm
+    if unobserved(dy, x, weight, rstd):
+        dx, dw = norm.gradients(dy, x, weight, rstd, needs_dx, needs_dw, dw_dtype, norm.in_place)
+    else:
+        dx, dw = ops.backward.op(dy, x, weight, rstd, norm.offset, norm.ndim, needs_dx, needs_dw, dw_dtype)  # type: ignore[attr-defined]
+    return dx if needs_dx else None, dw if needs_dw else None, None
 
 
 def once_differentiable(backward: Callable[..., Any], ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -18,11 +18,13 @@ from meshnorm.meshes import group_name
 
 def local_part(x: Tensor) -> Tensor:
     """The local tensor of a DTensor, waited for."""
-    return _waited(x.to_local() if isinstance(x, DTensor) else x)
+    return waited(x.to_local() if isinstance(x, DTensor) else x)
 
 
-def _waited(local: Tensor) -> Tensor:
+def waited(local: Tensor) -> Tensor:
     """``local`` itself once a pending functional collective has delivered it."""
+    if type(local) is Tensor:
+        return local
     wait = getattr(local, "trigger_wait", None)
     return local if wait is None else wait()
 
@@ -57,9 +59,9 @@ def moved(local: Tensor, move: Move, shape: Sequence[int], mesh: DeviceMesh, giv
         if type(partial) is not Partial:
             # A partial of its own kind, such as a vocabulary-sharded embedding's, masks before it is summed.
             if onto is None:
-                local = _waited(partial._reduce_value(local, mesh, dim))  # type: ignore[attr-defined]
+                local = waited(partial._reduce_value(local, mesh, dim))  # type: ignore[attr-defined]
             else:
-                local = _waited(partial._reduce_shard_value(local, mesh, dim, Shard(onto)))  # type: ignore[attr-defined]
+                local = waited(partial._reduce_shard_value(local, mesh, dim, Shard(onto)))  # type: ignore[attr-defined]
         elif onto is None:
             local = collectives.all_reduce(local, op, group, parts)
         else:

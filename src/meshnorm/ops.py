@@ -64,13 +64,31 @@ def forward(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, ndim: int
 ) -> tuple[Tensor, Tensor]:
     """(y, rstd)."""
-    y, rstd = empty_like_contiguous(x), empty_per_row(x, ndim)
+    rstd = empty_per_row(x, ndim)
+    return _y(x, weight, eps, offset, casting_mode, ndim, rstd), rstd
+
+
+def only_y(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, ndim: int) -> Tensor:
+    """y, bit for bit that of ``forward``. No op: where something looks, ``forward`` does."""
+    return _y(x, weight, eps, offset, casting_mode, ndim, None)
+
+
+def _y(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, ndim: int, rstd: Tensor | None
+) -> Tensor:
+    y = empty_like_contiguous(x)
     if x.numel():
         rows = row_view(x, ndim)
         kernels_for(x.device).forward(
-            rows, flat_weight(weight), eps, offset, casting_mode, y.view(-1, rows.size(-1)), rstd.view(-1)
+            rows,
+            flat_weight(weight),
+            eps,
+            offset,
+            casting_mode,
+            y.view(-1, rows.size(-1)),
+            None if rstd is None else rstd.view(-1),
         )
-    return y, rstd
+    return y
 
 
 def backward_into(

@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from meshnorm import ops
+from meshnorm import dtensors, ops
 from meshnorm.dispatch import unobserved
 from meshnorm.errors import MeshMismatchError, MixedTensorError
 from meshnorm.formula import accumulation_dtype
-from meshnorm.layout import Mesh, Placements, Route, WeightPlacement, move, normalize, route_of
+from meshnorm.layout import Placements, Route, move, normalize
 from meshnorm.local import once_differentiable
-from meshnorm.meshes import describe
-from meshnorm.moving import cut, embedded, local_part, moved, summed, wrapped
+from meshnorm.moving import cut, embedded, local_part, moved, summed, waited, wrapped
+from meshnorm.replayed import Norm
+from meshnorm.routing import route_for
 
 
 @torch.compiler.allow_in_graph
@@ -47,69 +47,29 @@ def sharded_rms_norm(
     route = route_for(x, weight, ndim, hidden, weight_grad, output_placements)
     if route.x != route.y:
         x = _Moved.apply(x, route)
-    return _ShardedRMSNorm.apply(x, weight, route, eps, offset, casting_mode, in_place)
+    return _ShardedRMSNorm.apply(x, weight, ShardedNorm(x, weight, route, eps, offset, casting_mode, in_place))
 
 
-def route_for(
+def known_norm(
     x: DTensor,
     weight: Tensor | None,
+    eps: float,
+    offset: float,
+    casting_mode: str,
     ndim: int,
     hidden: str,
     weight_grad: str,
     output_placements: Sequence[Placement] | None,
-) -> Route:
-    """The route of this call. Reads metadata alone, so that a refused call is refused on every rank alike."""
-    if weight is None:
-        weight_placement = None
-    elif isinstance(weight, DTensor):
-        weight_placement = weight.placements
-    else:
-        weight_placement = "plain"
-    return _route(
-        describe(x.device_mesh),
-        x.placements,
-        x.ndim,
-        ndim,
-        weight_placement,
-        hidden,
-        weight_grad,
-        None if output_placements is None else tuple(map(_decoded, output_placements)),
-        weight is not None and weight.requires_grad,
-    )
-
-
-def encoded(placement: Placement) -> str | int:
-    """A placement as what torch.compile can put into a graph as a constant: "R", "P" or the tensor dim."""
-    if placement.is_replicate():
-        return "R"
-    return "P" if placement.is_partial() else placement.dim  # type: ignore[attr-defined]
-
-
-def _decoded(placement: Placement | str | int) -> Placement:
-    if isinstance(placement, int):
-        return Shard(placement)
-    return {"R": Replicate(), "P": Partial()}.get(placement, placement) if isinstance(placement, str) else placement
-
-
-@lru_cache(maxsize=4096)
-def _route(
-    mesh: Mesh,
-    x: Placements,
-    x_ndim: int,
-    ndim: int,
-    weight: WeightPlacement,
-    hidden: str,
-    weight_grad: str,
-    output: Placements | None,
-    weight_requires_grad: bool,
-) -> Route:
-    """``route_of`` for placements as torch gives them."""
-    if isinstance(weight, tuple):
-        weight = normalize(weight, ndim, mesh, "weight")
-    if output is not None:
-        output = normalize(output, x_ndim, mesh, "output_placements")
-    x = normalize(x, x_ndim, mesh, "x")
-    return route_of(mesh, x, x_ndim, ndim, weight, hidden, weight_grad, output, weight_requires_grad)
+    in_place: bool,
+) -> ShardedNorm | None:
+    """``sharded_rms_norm`` for calls whose x and weight are like these, and which nothing observes; None where it does
+    more than carry out the one route."""
+    route = route_for(x, weight, ndim, hidden, weight_grad, output_placements)
+    if route.x != route.y:
+        return None
+    norm = ShardedNorm(x, weight, route, eps, offset, casting_mode, in_place)
+    norm.kernels = Norm(eps, offset, casting_mode, ndim)
+    return norm
 
 
 class _Moved(torch.autograd.Function):
@@ -145,30 +105,85 @@ def _moved_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return wrapped(local, mesh, route.dx, ctx.shape), None
 
 
-class _ShardedRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x, weight, route, eps, offset, casting_mode, in_place):
-        mesh = x.device_mesh
-        shape, ndim = x.shape, route.normalized_ndim
-        hidden_shape = tuple(shape[x.ndim - ndim :])
-        local = local_part(x)
-        on_mesh = mesh.get_coordinate() is not None
-        local_weight = _local_weight(weight, route, hidden_shape, mesh)
-        if not on_mesh:
+class ShardedNorm:
+    """What a route comes to for x and a weight of one layout and signature. Calling it gives y as a DTensor."""
+
+    def __init__(
+        self,
+        x: DTensor,
+        weight: Tensor | None,
+        route: Route,
+        eps: float,
+        offset: float,
+        casting_mode: str,
+        in_place: bool,
+    ) -> None:
+        self.route, self.eps, self.offset, self.casting_mode, self.in_place = route, eps, offset, casting_mode, in_place
+        self.mesh, self.shape = x.device_mesh, x.shape
+        self._weight_mesh = weight.device_mesh if isinstance(weight, DTensor) else None  # kept: it is known by its id
+        self.on_mesh = self.mesh.get_coordinate() is not None
+        self.hidden_shape = tuple(self.shape[x.ndim - route.normalized_ndim :])
+        self.weight_dtype = x.dtype if weight is None else weight.dtype
+        self.gathers_weight = route.weight_move is not None and len(route.weight_move.steps) > 0
+        # Of norms that are called again: the kernels on local tensors, and the specs of the DTensors that were made.
+        self.kernels: Norm | None = None
+        self._specs: dict[tuple[Placements | None, bool], Any] = {}
+
+    def __call__(self, x: DTensor, weight: Tensor | None) -> Tensor:
+        if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
+            return _apply(x, weight, self)
+        return self.forward(x, weight, False)[0]
+
+    def forward(
+        self, x: DTensor, weight: Tensor | None, with_rstd: bool
+    ) -> tuple[DTensor, Tensor | None, Tensor | None]:
+        """(y, rstd, this rank's part of the weight)."""
+        route, mesh, ndim = self.route, self.mesh, self.route.normalized_ndim
+        local = self.part(x)
+        local_weight = _local_weight(weight, self)
+        rstd = None
+        if not self.on_mesh:
             y, rstd = local.clone(), local.new_empty(0, dtype=accumulation_dtype(x.dtype))
         elif route.splits_hidden:
             total = summed(ops.statistic(local, ndim), route.statistic_steps, mesh)
-            y, rstd = ops.apply(local, local_weight, total, math.prod(hidden_shape), eps, offset, casting_mode, ndim)
+            size = math.prod(self.hidden_shape)
+            y, rstd = ops.apply(local, local_weight, total, size, self.eps, self.offset, self.casting_mode, ndim)
+        elif self.kernels is None or (self.gathers_weight and not unobserved(local_weight)):
+            y, rstd = ops.forward(local, local_weight, self.eps, self.offset, self.casting_mode, ndim)
+        elif with_rstd:
+            y, rstd = self.kernels.y_and_rstd(local, local_weight)
         else:
-            y, rstd = ops.forward(local, local_weight, eps, offset, casting_mode, ndim)
+            y = self.kernels.y(local, local_weight)
+        return self.wrapped(x, y, route.y, self.shape), rstd, local_weight
+
+    def part(self, x: Tensor) -> Tensor:
+        """The local tensor, for what autograd does not follow."""
+        if self.kernels is None:
+            return local_part(x)
+        return waited(dtensors.local(x) if isinstance(x, DTensor) else x)
+
+    def wrapped(self, x: DTensor, local: Tensor, placements: Placements | None, shape: Sequence[int]) -> DTensor:
+        """``local``, which nothing else holds, as a DTensor on x's mesh: y or dX if ``shape`` is x's, else dW."""
+        if self.kernels is None:
+            return wrapped(local, self.mesh, placements, shape)
+        key = (placements, shape is self.shape)
+        spec = self._specs.get(key)
+        if spec is None:
+            whole = wrapped(local, self.mesh, placements, shape)
+            self._specs[key] = dtensors.reusable_spec(whole)
+            return whole
+        return dtensors.made(x, local, spec)
+
+
+class _ShardedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, weight, norm):
+        y, rstd, local_weight = norm.forward(x, weight, True)
         # x and the weight themselves, not their local parts, so that autograd notices when they are changed; the weight
         # beside them where it took communication to get it.
-        gathered = route.weight_move is not None and len(route.weight_move.steps) > 0
-        ctx.save_for_backward(x, weight, rstd, local_weight if gathered else None)
-        ctx.route, ctx.mesh, ctx.offset, ctx.in_place, ctx.on_mesh = route, mesh, offset, in_place, on_mesh
-        ctx.shape, ctx.hidden_shape = shape, hidden_shape
-        ctx.weight_dtype = None if weight is None else weight.dtype
-        return wrapped(y, mesh, route.y, shape)
+        ctx.save_for_backward(x, weight, rstd, local_weight if norm.gathers_weight else None)
+        ctx.norm = norm
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor):  # type: ignore[override]
@@ -177,59 +192,66 @@ class _ShardedRMSNorm(torch.autograd.Function):
         return _sharded_backward(ctx, dy, *ctx.saved_tensors)
 
 
+_apply: Any = super(torch.autograd.Function, _ShardedRMSNorm).apply  # type: ignore[misc] # as in ``local``
+
+
 def _sharded_backward(
-    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, local_weight: Tensor | None
+    ctx: Any, dy: Tensor, x: DTensor, weight: Tensor | None, rstd: Tensor, local_weight: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    route, mesh = ctx.route, ctx.mesh
-    local = local_part(x)
+    norm: ShardedNorm = ctx.norm
+    route, mesh = norm.route, norm.mesh
+    local = norm.part(x)
     if local_weight is None:
-        local_weight = _local_weight(weight, route, ctx.hidden_shape, mesh)
-    needs_dx, needs_dw = ctx.needs_input_grad[:2]
-    local_dy = _local_dy(dy, route, ctx.shape, mesh) if ctx.on_mesh else local_part(dy)
-    if not ctx.on_mesh:
+        local_weight = _local_weight(weight, norm)
+    needs_dx, needs_dw, _ = ctx.needs_input_grad
+    local_dy = _local_dy(dy, norm) if norm.on_mesh else local_part(dy)
+    if not norm.on_mesh:
         dx = local.clone() if needs_dx else None
-        shape = ctx.hidden_shape if route.weight == "plain" else (0,)
-        dw = local.new_zeros(shape, dtype=ctx.weight_dtype) if needs_dw else None
+        shape = norm.hidden_shape if route.weight == "plain" else (0,)
+        dw = local.new_zeros(shape, dtype=norm.weight_dtype) if needs_dw else None
     else:
-        dx, dw = _local_gradients(ctx, local_dy, local, local_weight, rstd, needs_dx, needs_dw)
-        dw = _finish_dw(dw, route, ctx.hidden_shape, ctx.weight_dtype, mesh) if needs_dw else None
-    dx = wrapped(dx, mesh, route.y, ctx.shape) if dx is not None and needs_dx else None
+        dx, dw = _local_gradients(norm, local_dy, local, local_weight, rstd, needs_dx, needs_dw)
+        dw = _finish_dw(dw, route, norm.hidden_shape, norm.weight_dtype, mesh) if needs_dw else None
+    if dx is not None and needs_dx:
+        dx = norm.wrapped(x, dx.view_as(dx) if dx is local_dy else dx, route.y, norm.shape)
     if dw is not None and route.weight != "plain":
-        dw = wrapped(dw, mesh, route.dw, ctx.hidden_shape)
-    return dx, dw, None, None, None, None, None
+        dw = norm.wrapped(x, dw, route.dw, norm.hidden_shape)
+    return dx if needs_dx else None, dw, None
 
 
 def _local_gradients(
-    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, needs_dx: bool, needs_dw: bool
+    norm: ShardedNorm, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, needs_dx: bool, needs_dw: bool
 ) -> tuple[Tensor, Tensor]:
     """dX and dW of the rows and columns held here. dW stays in the accumulation dtype if it will be summed."""
-    route: Route = ctx.route
+    route = norm.route
     ndim = route.normalized_ndim
     dw_dtype = x.dtype
     if needs_dw:
-        dw_dtype = accumulation_dtype(x.dtype) if route.dw_steps else ctx.weight_dtype
-    in_place = ctx.in_place and unobserved(dy, x)
+        dw_dtype = accumulation_dtype(x.dtype) if route.dw_steps else norm.weight_dtype
     if not (route.splits_hidden and needs_dx):
-        args = (dy, x, weight, rstd, ctx.offset, ndim, needs_dx, needs_dw, dw_dtype)
+        if norm.kernels is not None and unobserved(dy, x, weight, rstd):
+            return norm.kernels.gradients(dy, x, weight, rstd, needs_dx, needs_dw, dw_dtype, norm.in_place)
+        in_place = norm.in_place and unobserved(dy, x)
+        args = (dy, x, weight, rstd, norm.offset, ndim, needs_dx, needs_dw, dw_dtype)
         return ops.backward_into(*args, True) if in_place else ops.backward(*args)
-    total = ops.backward_statistic(dy, x, weight, rstd, ctx.offset, ndim)
-    total = summed(total, route.statistic_steps, ctx.mesh)
-    size = math.prod(ctx.hidden_shape)
-    args = (dy, x, weight, rstd, total, size, ctx.offset, ndim, needs_dx, needs_dw, dw_dtype)
+    in_place = norm.in_place and unobserved(dy, x)
+    total = ops.backward_statistic(dy, x, weight, rstd, norm.offset, ndim)
+    total = summed(total, route.statistic_steps, norm.mesh)
+    size = math.prod(norm.hidden_shape)
+    args = (dy, x, weight, rstd, total, size, norm.offset, ndim, needs_dx, needs_dw, dw_dtype)
     return ops.backward_apply_into(*args, True) if in_place else ops.backward_apply(*args)
 
 
-def _local_weight(
-    weight: Tensor | None, route: Route, hidden_shape: tuple[int, ...], mesh: DeviceMesh
-) -> Tensor | None:
+def _local_weight(weight: Tensor | None, norm: ShardedNorm) -> Tensor | None:
     """The part of the weight that belongs to the columns held here."""
-    if weight is None or route.weight_move is None:
+    weight_move = norm.route.weight_move
+    if weight is None or weight_move is None:
         return None
-    local = local_part(weight)
-    if route.weight_move.is_nothing or mesh.get_coordinate() is None:
+    local = norm.part(weight)
+    if weight_move.is_nothing or not norm.on_mesh:
         return local
     given = weight.placements if isinstance(weight, DTensor) else ()
-    return moved(local, route.weight_move, hidden_shape, mesh, given)
+    return moved(local, weight_move, norm.hidden_shape, norm.mesh, given)
 
 
 def _check_mesh(dy: DTensor, mesh: DeviceMesh) -> None:
@@ -239,14 +261,15 @@ def _check_mesh(dy: DTensor, mesh: DeviceMesh) -> None:
         )
 
 
-def _local_dy(dy: Tensor, route: Route, shape: Sequence[int], mesh: DeviceMesh) -> Tensor:
+def _local_dy(dy: Tensor, norm: ShardedNorm) -> Tensor:
     """This rank's part of dY in y's placement, whatever placement it arrived in."""
     if not isinstance(dy, DTensor):
         raise MixedTensorError(
             "the gradient of y is a plain tensor, but y is a DTensor: wrap the gradient as y is wrapped"
         )
+    route, mesh, shape = norm.route, norm.mesh, norm.shape
     _check_mesh(dy, mesh)
-    local = local_part(dy)
+    local = norm.part(dy)
     if tuple(dy.placements) == route.y:
         return local
     have = normalize(dy.placements, len(shape), route.mesh, "the gradient of y")

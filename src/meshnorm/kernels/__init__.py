@@ -7,7 +7,8 @@ preallocated outputs and return None. Tensors:
   N = 1); A and B have any non-negative strides, 0 included. x and dy may factor M differently.
 - ``weight``: contiguous (N,), of any float dtype, or None.
 - ``y``, ``dx``: contiguous (M, N) of x's dtype. ``dx`` may be dy's own memory: a row is read before it is written.
-- ``rstd``, ``total``: contiguous (M,) of the accumulation dtype (float64 for a float64 x, else float32).
+- ``rstd``, ``total``: contiguous (M,) of the accumulation dtype (float64 for a float64 x, else float32). ``forward``
+  takes None for an rstd that nobody needs.
 - ``dw``: contiguous (N,), of any float dtype: summed in the accumulation dtype, rounded once.
 
 ===================================================================================  ==================================
@@ -30,17 +31,31 @@ from __future__ import annotations
 import functools
 import importlib.util
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import cpu
 
-__all__ = ["kernels_for"]
+if TYPE_CHECKING:
+    from .replay import Recording
+
+__all__ = ["kernels_for", "recording"]
 
 
 def kernels_for(device: torch.device) -> ModuleType:
     """The module whose six functions run on ``device``: Triton's for CUDA where Triton is installed, else torch's."""
     return _triton_module() if device.type == "cuda" else cpu
+
+
+def recording(device: torch.device) -> Recording | None:
+    """What records the launches of a call, so that calls of the same signature can replay them; None where ``device``
+    has kernels that are no launches."""
+    if kernels_for(device) is cpu:
+        return None
+    from .replay import Recording
+
+    return Recording()
 
 
 @functools.cache

@@ -42,9 +42,7 @@ class _Config(ctypes.Structure):
 @functools.cache
 def has_clusters(device: torch.device) -> bool:
     """Whether ``device`` has thread-block clusters: compute capability 9.0 and up."""
-    return (
-        device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-    )
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def compiled_for_clusters(kernel: Any, arguments: tuple, constants: tuple, cluster: int, options: dict) -> Any:

@@ -32,15 +32,17 @@ BLOCK_ELEMENTS_OF_ALL_THREADS = 1 << 21
 BLOCK_ELEMENTS_ACCELERATOR = 1 << 24
 
 
-def forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, mode: str, y: Tensor, rstd: Tensor) -> None:
-    """y and rstd."""
+def forward(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, mode: str, y: Tensor, rstd: Tensor | None
+) -> None:
+    """y and rstd, or y alone where rstd is None."""
     blocks = _Blocks(x)
     normalize = _Normalizer(weight, offset, mode, x.dtype)
     values, work = blocks.buffer(), blocks.buffer()
     for rows in blocks:
         x_block = blocks.read(x, rows, values)
         total = _row_sums(torch.mul(x_block, x_block, out=_head(work, rows)), work)
-        row_rstd = _rsqrt_of_mean(total, blocks.n, eps, out=rstd[rows])
+        row_rstd = _rsqrt_of_mean(total, blocks.n, eps, out=None if rstd is None else rstd[rows])
         normalize(x_block, row_rstd, work, y[rows])
 
 
@@ -219,7 +221,7 @@ def _scale(weight: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor |
     return weight.to(dtype) + offset
 
 
-def _rsqrt_of_mean(total: Tensor, hidden_size: int, eps: float, out: Tensor) -> Tensor:
+def _rsqrt_of_mean(total: Tensor, hidden_size: int, eps: float, out: Tensor | None) -> Tensor:
     return torch.div(total, hidden_size, out=out).add_(eps).rsqrt_()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from .clusters import has_clusters
-from .launching import launch, most_clusters
+from .launching import launch, most_clusters, scratch
 from .row_views import row_view
 from .settings import ClusterSettings
 from .triton_cluster import backward_cluster_kernel, forward_cluster_kernel
@@ -59,10 +61,7 @@ def backward_cluster(
     n = x.shape[2]
     dyv, xv = row_view(dy), row_view(x)
     parts, *shape = _shape(n, settings)
-    constants = (
-        *(xv.unit, xv.flat, dyv.unit, dyv.flat, xv.int64, n, offset),
-        *(parts, *shape, stages),
-    )
+    constants = (xv.unit, xv.flat, dyv.unit, dyv.flat, xv.int64, n, offset, parts, *shape, stages)
     options = {
         "cluster": parts,
         "num_warps": settings.warps,
@@ -72,8 +71,9 @@ def backward_cluster(
     def arguments(partial: Tensor | None) -> tuple:
         return (dy, x, weight, rstd, dx, partial, n, *xv[:4], *dyv[1:4])
 
-    # The number of clusters depends on the kernel alone, for which a partial row is as good as many.
-    clusters = programs(most_clusters(backward_cluster_kernel, arguments(rstd_like(rstd, needs_dw)), constants, **options))
+    # How many clusters run at once depends on the kernel alone, for which one partial row is as good as many.
+    one = torch.empty(1, n, dtype=rstd.dtype, device=x.device) if needs_dw else None
+    clusters = programs(most_clusters(backward_cluster_kernel, arguments(one), constants, **options))
     partial = scratch((clusters, n), rstd.dtype, x.device) if needs_dw else None
     launch(backward_cluster_kernel, (clusters,), arguments(partial), constants, **options)
     return partial

@@ -4,13 +4,16 @@
 the compiled kernel is remembered under what it depends on: the constants, the launch options, and of each argument its
 dtype and whether it is aligned to 16 bytes, or for an int whether it fits into 32 bits. (All int arguments of these
 kernels are ``do_not_specialize``: their values make no difference.)
+
+What a call launched can be recorded, to be launched again without all that: see ``replay``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+import threading
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +22,26 @@ from .clusters import compiled_for_clusters, resident_clusters
 
 _compiled: dict[tuple, Any] = {}
 _clusters: dict[tuple, int] = {}
+
+
+class Launched(NamedTuple):
+    """One launch. ``ready`` is the compiled kernel, None in Triton's interpreter."""
+
+    ready: Any
+    grid: tuple[int, ...]  # all three
+    arguments: tuple
+    constants: tuple
+
+
+class Tape(threading.local):
+    """What this thread launches and allocates as scratch, where somebody records it."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launched] | None = None
+        self.scratch: list[Tensor] = []
+
+
+tape = Tape()
 
 
 def launch(
@@ -32,17 +55,19 @@ def launch(
     """
     device = arguments[0].device
     key = _key(kernel, arguments, constants, cluster, options)
+    whole_grid = (*grid, *(1,) * (3 - len(grid)))
     with _current(device):
         ready = _compiled.get(key)
         if ready is None and cluster == 1:
-            # None in the interpreter, where nothing is compiled
-            ready = kernel[grid](*arguments, *constants, enable_fp_fusion=False, **options)
+            ready = _compiled_by_launching(kernel, grid, arguments, constants, options)
             if ready is not None:
                 _compiled[key] = ready
-            return
-        if ready is None:
-            ready = _compiled[key] = compiled_for_clusters(kernel, arguments, constants, cluster, options)
-        ready[grid + (1,) * (3 - len(grid))](*arguments, *constants)
+        else:
+            if ready is None:
+                ready = _compiled[key] = compiled_for_clusters(kernel, arguments, constants, cluster, options)
+            ready[whole_grid](*arguments, *constants)
+    if tape.launches is not None:
+        tape.launches.append(Launched(ready, whole_grid, arguments, constants))
 
 
 def most_clusters(kernel: Any, arguments: tuple, constants: tuple, *, cluster: int, **options: Any) -> int:
@@ -61,10 +86,26 @@ def _key(kernel: Any, arguments: tuple, constants: tuple, cluster: int, options:
     return id(kernel), arguments[0].device.index, constants, cluster, tuple(options.values()), specialisations
 
 
+def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that only the launches of this call use. It holds anything: where a launch is replayed, nothing else is
+    done to it."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    if tape.launches is not None:
+        tape.scratch.append(tensor)
+    return tensor
+
+
 @functools.cache
 def has_ptx(device: torch.device) -> bool:
     """Whether kernels with inline PTX run on ``device``: not in the interpreter, nor on other vendors' GPUs."""
     return device.type == "cuda" and torch.version.hip is None
+
+
+def _compiled_by_launching(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: tuple, options: dict
+) -> Any:
+    """The compiled kernel; None in the interpreter, where nothing is compiled."""
+    return kernel[grid](*arguments, *constants, enable_fp_fusion=False, **options)
 
 
 def _specialisation(argument: Any) -> Any:

@@ -42,6 +42,18 @@ class SplitSettings(PersistentSettings):
     lookahead: int
 
 
+@dataclass(frozen=True)
+class ClusterSettings:
+    """A row split over the programs of a cluster, each of which has up to ``chunks`` tensors of ``chunk`` columns.
+    ``per_sm`` programs fit a multiprocessor; ``stages`` rows of a program are in flight."""
+
+    chunk: int
+    chunks: int
+    warps: int
+    per_sm: int
+    stages: int
+
+
 # Percentages are of the copy bandwidth measured in the same run: one H200, torch 2.11, Triton 3.6, bfloat16, cold L2,
 # kernels alone, 2026-11-30 (benchmarks/results/h200_kernels.txt has the runs).
 FORWARD = (
@@ -52,15 +64,19 @@ FORWARD = (
     (256, RowSettings(rows=16, block=256, warps=4)),
     (512, RowSettings(rows=8, block=512, warps=4)),  # 96%
     (1024, RowSettings(rows=2, block=1024, warps=4)),  # 95%; 4 rows 94%
-    (2048, RowSettings(rows=1, block=2048, warps=4)),  # 97%
-    (4096, RowSettings(rows=1, block=4096, warps=8)),  # 94%; 4 warps 93%
-    (8192, RowSettings(rows=1, block=8192, warps=4)),  # 94% at 8192 and at 5120, there 89% on 8 warps
-    (12288, RowSettings(rows=1, block=4096, warps=16)),  # in three chunks 91%; padded to 16384 87%
-    (16384, RowSettings(rows=1, block=16384, warps=8)),  # 94%
-    (32768, RowSettings(rows=1, block=16384, warps=32)),  # in two chunks 92%; whole on 32 warps 84%
+    # From here on a row is read twice, the second time from a cache: few registers, so that many programs are resident,
+    # and no column that is only padding. Whole rows in registers: 96% from 4096 to 16384, 93% at 12288.
+    (2048, RowSettings(rows=1, block=1024, warps=4)),  # 99%; whole 98%
+    (3072, RowSettings(rows=1, block=1024, warps=4)),  # 99%; padded to 4096 93%
+    (4096, RowSettings(rows=1, block=2048, warps=8)),  # 99%
+    (7168, RowSettings(rows=1, block=2048, warps=8)),  # 99% at 7168
+    (20480, RowSettings(rows=1, block=4096, warps=16)),  # 100% at 8192, 98-99% at 12288, 16384 and 18432
+    (32768, RowSettings(rows=1, block=8192, warps=32)),  # 98%; 16 warps 90%
+    (65536, RowSettings(rows=1, block=32768, warps=32)),  # 93%; chunks of 16384 90%, split over programs 88%
 )
-# Beyond, where rows are not split (float64, other vendors): two passes over the row, the second from L2. 61-63%.
+# Beyond, where rows are not split (float64, other vendors). 61-63% at 131072.
 FORWARD_WIDE = RowSettings(rows=1, block=8192, warps=16)
+FORWARD_CLUSTER = ClusterSettings(chunk=2048, chunks=4, warps=8, per_sm=4, stages=1)
 # 85% at 65536, 83% at 131072. 1 row ahead 81%, 8192 columns 83%; 3 to 5 stages make no difference.
 FORWARD_SPLIT = SplitSettings(rows=1, block=4096, warps=4, per_sm=4, stages=3, lookahead=2)
 
@@ -75,13 +91,15 @@ BACKWARD = (
     (512, PersistentSettings(rows=8, block=512, warps=4, per_sm=2, stages=3)),  # 94%
     (1024, PersistentSettings(rows=1, block=1024, warps=4, per_sm=4, stages=4)),  # 94%
     (2048, PersistentSettings(rows=1, block=2048, warps=4, per_sm=2, stages=4)),  # 94%
-    (4096, PersistentSettings(rows=1, block=4096, warps=16, per_sm=1, stages=5)),  # 94%
-    (8192, PersistentSettings(rows=1, block=8192, warps=16, per_sm=1, stages=5)),  # 95% at 8192
-    (
-        16384,
-        PersistentSettings(rows=1, block=16384, warps=16, per_sm=1, stages=3),
-    ),  # 90% at 12288, 88% at 16384; 4 stages 83%
+    (4096, PersistentSettings(rows=1, block=4096, warps=16, per_sm=1, stages=5)),  # 97%
+    (8192, PersistentSettings(rows=1, block=8192, warps=16, per_sm=1, stages=4)),  # 96% at 5120, 95% at 8192
+    (16384, PersistentSettings(rows=1, block=16384, warps=32, per_sm=1, stages=3)),  # 93% at 12288
 )
+# Two programs of 8192 columns a multiprocessor: 95% at 16384, 92% at 32768, 91% at 65536. One of 16384 88, 88, 82%; one
+# of 8192 with 16 warps 74, 65, 60%; four of 4096 90, 90, 87%.
+BACKWARD_CLUSTER = ClusterSettings(chunk=2048, chunks=4, warps=8, per_sm=2, stages=3)
+# float32: 98% from 8192 to 32768, 93% at 65536; a whole row in one program 96% at 8192.
+BACKWARD_CLUSTER_32 = ClusterSettings(chunk=1024, chunks=4, warps=8, per_sm=2, stages=3)
 # 84% at 32768 and 65536, 80% at 131072. A second row of look-ahead, another stage, a narrow weight: no difference.
 BACKWARD_SPLIT = SplitSettings(rows=1, block=2048, warps=4, per_sm=4, stages=3, lookahead=1)
 # 83% at 131072.
@@ -94,9 +112,11 @@ STATISTIC_WIDE = RowSettings(rows=1, block=4096, warps=8)
 APPLY_WIDE = RowSettings(rows=1, block=4096, warps=4)
 BACKWARD_APPLY_WIDE = PersistentSettings(rows=2, block=2048, warps=8, per_sm=2, stages=3)
 
-# Partial dW rows are added 128 at a time; 16 columns a program, so that narrow rows still make some programs. 6 to 8 µs
-# from 128 to 16384 columns; 32 rows by 32 columns 8 to 18.
-SUM_PARTIALS = RowSettings(rows=128, block=16, warps=8)
+# Partial dW rows are added 32 at a time, over some 512 programs. 4 µs from 4096 to 131072 columns, 2.5 where the kernel
+# is launched while the one before it ends; always 16 columns a program 4 to 18 µs.
+SUM_ROWS = 32
+SUM_PROGRAMS = 512
+SUM_WARPS = 4
 
 
 Settings = TypeVar("Settings", bound=RowSettings)
@@ -138,9 +158,28 @@ def _widest_backward(dtype: torch.dtype) -> int:
 
 
 @functools.cache
+def forward_cluster_settings(n: int) -> ClusterSettings | None:
+    """None: no program a row is better, or it is too wide."""
+    return FORWARD_CLUSTER if FORWARD[-1][0] < n <= _widest_cluster(FORWARD_CLUSTER, 16) else None
+
+
+@functools.cache
 def forward_split_settings(n: int) -> SplitSettings | None:
     """None: one program a row is as good."""
     return FORWARD_SPLIT if n > FORWARD[-1][0] else None
+
+
+@functools.cache
+def backward_cluster_settings(n: int, dtype: torch.dtype) -> ClusterSettings | None:
+    """None: one program a row is better, or it is too wide. At 131072 columns clusters of 16 reach 82%, since only 14
+    of them find room; split over independent programs 84%."""
+    narrow = dtype.itemsize <= 2
+    settings = BACKWARD_CLUSTER if narrow else BACKWARD_CLUSTER_32
+    return settings if (12288 if narrow else 4096) < n <= _widest_cluster(settings, 8 if narrow else 16) else None
+
+
+def _widest_cluster(settings: ClusterSettings, parts: int) -> int:
+    return parts * settings.chunk * settings.chunks
 
 
 @functools.cache
@@ -149,6 +188,13 @@ def backward_split_settings(n: int, dtype: torch.dtype) -> SplitSettings | None:
     if n <= _widest_backward(dtype):
         return None
     return BACKWARD_SPLIT if n <= 65536 else BACKWARD_SPLIT_WIDEST
+
+
+@functools.cache
+def sum_settings(partials: int, n: int) -> RowSettings:
+    """For the sum of dW's partial rows. What they are added up in depends on their number anyway."""
+    columns = min(256, max(32, 1 << (n // SUM_PROGRAMS).bit_length() - 1)) if n >= SUM_PROGRAMS else 32
+    return RowSettings(rows=min(SUM_ROWS, 1 << (partials - 1).bit_length()), block=columns, warps=SUM_WARPS)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from .triton_rows import load_scale, load_weight, mean, row_offsets, scale_of, tile_rows, widened
 
@@ -184,8 +185,15 @@ def backward_apply_kernel(
 
 
 @triton.jit(do_not_specialize=["P"])
-def sum_partials_kernel(PARTIAL, DW, P, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """dW = the sum of P partial rows: ROWS at a time, added elementwise in order, then over the ROWS."""
+def sum_partials_kernel(
+    PARTIAL, DW, P, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """dW = the sum of P partial rows: ROWS at a time, added elementwise in order, then over the ROWS.
+
+    DEPENDENT: launched before the kernel that writes PARTIAL has ended, which is waited for here.
+    """
+    if DEPENDENT:
+        gdc_wait()
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < N
     total = tl.zeros([ROWS, BLOCK], PARTIAL.dtype.element_ty)

@@ -33,8 +33,8 @@ def forward_kernel(
     BLOCK: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Rows of up to BLOCK columns: read once, held in registers."""
-    ACC: tl.constexpr = RSTD.dtype.element_ty
+    """Rows of up to BLOCK columns: read once, held in registers. Without RSTD it is not stored."""
+    ACC: tl.constexpr = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
     rows = tile_rows(tl.program_id(0), ROWS, INT64_ROWS)
     cols = tl.arange(0, BLOCK)
     row_mask, col_mask = rows < M, cols < N
@@ -44,7 +44,8 @@ def forward_kernel(
     x = widened(x, ACC, PTX)
     scale = load_scale(W, cols, col_mask, OFFSET, ACC)
     rstd = reciprocal_root(mean(tl.sum(x * x, axis=1), hidden_size) + EPS)
-    tl.store(RSTD + rows, rstd, mask=row_mask)
+    if RSTD is not None:
+        tl.store(RSTD + rows, rstd, mask=row_mask)
     y = normalized(x, rstd[:, None], scale[None, :], MODE, Y.dtype.element_ty, PTX)
     tl.store(Y + rows.to(tl.int64)[:, None] * N + cols[None, :], y, mask=mask)
 
@@ -72,14 +73,15 @@ def forward_wide_kernel(
     PTX: tl.constexpr,
 ):
     """Rows of any width, read twice: the second time from a cache, which is asked to keep them until then."""
-    ACC: tl.constexpr = RSTD.dtype.element_ty
+    ACC: tl.constexpr = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
     rows = tile_rows(tl.program_id(0), ROWS, INT64_ROWS)
     row_mask = rows < M
     x_rows = X + row_offsets(rows, B, stride_a, stride_b, UNIT, FLAT)[:, None]
     y_rows = Y + rows.to(tl.int64)[:, None] * N
     total = sum_of_squares(x_rows, row_mask, N, ROWS, BLOCK, ACC, PTX, "evict_last")
     rstd = reciprocal_root(mean(total, hidden_size) + EPS)
-    tl.store(RSTD + rows, rstd, mask=row_mask)
+    if RSTD is not None:
+        tl.store(RSTD + rows, rstd, mask=row_mask)
     for start in tl.range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         col_mask = cols < N

@@ -102,7 +102,7 @@ def widened(x, ACC: tl.constexpr, PTX: tl.constexpr, HELD: tl.constexpr = False)
 def rounded(x, DTYPE: tl.constexpr, PTX: tl.constexpr):
     """x rounded to DTYPE and back, two numbers at a time (Triton's conversion of single numbers runs at an eighth of
     the rate)."""
-    if PTX and DTYPE == tl.bfloat16 and x.dtype == tl.float32:
+    if PTX and tl.bfloat16 == DTYPE and x.dtype == tl.float32:
         bits = tl.inline_asm_elementwise(
             "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
             "=r,=r,f,f",
@@ -112,7 +112,7 @@ def rounded(x, DTYPE: tl.constexpr, PTX: tl.constexpr):
             pack=2,
         )
         narrow = bits.to(tl.float32, bitcast=True)
-    elif PTX and DTYPE == tl.float16 and x.dtype == tl.float32:
+    elif PTX and tl.float16 == DTYPE and x.dtype == tl.float32:
         narrow = tl.inline_asm_elementwise(
             "{ .reg .b16 a, b; .reg .b32 pair; cvt.rn.f16x2.f32 pair, $3, $2; mov.b32 {a, b}, pair; "
             "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",

@@ -1,0 +1,75 @@
+"""The route of a call on DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from meshnorm.layout import Mesh, Placements, Route, WeightPlacement, normalize, route_of
+from meshnorm.meshes import describe
+
+
+def route_for(
+    x: DTensor,
+    weight: Tensor | None,
+    ndim: int,
+    hidden: str,
+    weight_grad: str,
+    output_placements: Sequence[Placement] | None,
+) -> Route:
+    """The route of this call. Reads metadata alone, so that a refused call is refused on every rank alike."""
+    if weight is None:
+        weight_placement = None
+    elif isinstance(weight, DTensor):
+        weight_placement = weight.placements
+    else:
+        weight_placement = "plain"
+    return _route(
+        describe(x.device_mesh),
+        x.placements,
+        x.ndim,
+        ndim,
+        weight_placement,
+        hidden,
+        weight_grad,
+        None if output_placements is None else tuple(map(_decoded, output_placements)),
+        weight is not None and weight.requires_grad,
+    )
+
+
+def encoded(placement: Placement) -> str | int:
+    """A placement as what torch.compile can put into a graph as a constant: "R", "P" or the tensor dim."""
+    if placement.is_replicate():
+        return "R"
+    return "P" if placement.is_partial() else placement.dim  # type: ignore[attr-defined]
+
+
+def _decoded(placement: Placement | str | int) -> Placement:
+    if isinstance(placement, int):
+        return Shard(placement)
+    return {"R": Replicate(), "P": Partial()}.get(placement, placement) if isinstance(placement, str) else placement
+
+
+@lru_cache(maxsize=4096)
+def _route(
+    mesh: Mesh,
+    x: Placements,
+    x_ndim: int,
+    ndim: int,
+    weight: WeightPlacement,
+    hidden: str,
+    weight_grad: str,
+    output: Placements | None,
+    weight_requires_grad: bool,
+) -> Route:
+    """``route_of`` for placements as torch gives them."""
+    if isinstance(weight, tuple):
+        weight = normalize(weight, ndim, mesh, "weight")
+    if output is not None:
+        output = normalize(output, x_ndim, mesh, "output_placements")
+    x = normalize(x, x_ndim, mesh, "x")
+    return route_of(mesh, x, x_ndim, ndim, weight, hidden, weight_grad, output, weight_requires_grad)
