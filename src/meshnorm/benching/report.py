@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import platform
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -145,6 +146,33 @@ def _number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
+def comparisons(results: Sequence[Result]) -> list[str]:
+    """For each pass, how meshnorm compares with the best of the others at each shape: their times' ratio, in geometric
+    mean, and where it is smallest. Small shapes by their time within a CUDA graph, where that was taken."""
+    found = []
+    for which in dict.fromkeys(result.which for result in results):
+        ratios: list[tuple[float, str]] = []
+        for m, n in dict.fromkeys((result.m, result.n) for result in results):
+            cells = [result for result in results if (result.which, result.m, result.n) == (which, m, n)]
+            mine = next((cell for cell in cells if cell.provider == "meshnorm"), None)
+            figure = "graph_us" if mine and mine.graph_us is not None else "device_us"
+            taken = {cell.provider: getattr(cell, figure) for cell in cells if getattr(cell, figure) is not None}
+            own = taken.pop("meshnorm", None)
+            others = {name: time for name, time in taken.items() if not name.startswith("meshnorm@")}
+            if own is None or not others:
+                continue
+            best = min(others, key=others.__getitem__)
+            ratios.append((others[best] / own, f"{m}×{n}, beside {best}"))
+        if ratios:
+            least, where = min(ratios)
+            middle = statistics.geometric_mean(ratio for ratio, _ in ratios)
+            found.append(
+                f"{which}: the best other takes {middle:.2f} times as long as meshnorm (geometric mean of "
+                f"{len(ratios)} shapes), at least {least:.2f} ({where})"
+            )
+    return found
 
 
 def write_csv(file: Path, results: Sequence[Result], setting: Setting) -> None:
