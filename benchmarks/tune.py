@@ -59,6 +59,7 @@ class Tensors:
         self.rstd = torch.rsqrt(self.x[0].to(acc).square().mean(1) + 1e-6)
         self.own_rstd, self.total = torch.empty_like(self.rstd), torch.full_like(self.rstd, 0.5)
         self.sms = gpu.multiprocessors(self.x.device)
+        self.partial = torch.randn(2 * self.sms, n, device="cuda", dtype=acc)
 
 
 # --- what is tuned: each runs on Tensors with settings, and gives what it wrote ---
@@ -104,9 +105,14 @@ def backward_apply(t: Tensors, settings: Any) -> list[torch.Tensor]:
     return [t.dx, t.dw]
 
 
+def sum_partials(t: Tensors, settings: Any) -> list[torch.Tensor]:
+    gpu.sum_partials(t.partial, t.dw, settings=settings)
+    return [t.dw]
+
+
 @dataclass(frozen=True)
 class Subject:
-    """``tensors``: how many of x's size must move. ``present(n, dtype)``: the settings of today."""
+    """``tensors``: how many of x's size must move, 0 where none has. ``present(n, dtype)``: the settings of today."""
 
     name: str
     tensors: int
@@ -131,6 +137,7 @@ SUBJECTS = {
         Subject("apply", 2, apply, ladders.apply_settings),
         Subject("backward_statistic", 2, backward_statistic, ladders.statistic_settings),
         Subject("backward_apply", 3, backward_apply, ladders.backward_apply_settings),
+        Subject("sum_partials", 0, sum_partials, lambda n, dtype: ladders.SUM_PARTIALS),
     )
 }
 
@@ -146,7 +153,12 @@ def candidates(subject: Subject, n: int, dtype: torch.dtype) -> list[RowSettings
     pools = [now]
     if subject.name in ("forward", "backward"):
         pools += _other_ways(subject.name, n)
-    found = (each for base in pools for each in _neighbours(base) if _is_sensible(subject.name, each, n, dtype))
+    found = (
+        each
+        for base in pools
+        for each in _neighbours(subject.name, base, n)
+        if _is_sensible(subject.name, each, n, dtype)
+    )
     return [now, *(each for each in dict.fromkeys(found) if each != now)]
 
 
@@ -166,20 +178,21 @@ def _other_ways(name: str, n: int) -> list[RowSettings]:
     return found
 
 
-def _neighbours(base: RowSettings) -> Iterable[RowSettings]:
+def _neighbours(name: str, base: RowSettings, n: int) -> Iterable[RowSettings]:
     steps: dict[str, tuple[int, ...]] = {
         "rows": (base.rows // 2, base.rows, base.rows * 2),
         "warps": (base.warps // 2, base.warps, base.warps * 2),
     }
     if isinstance(base, SplitSettings):
         steps["rows"] = (base.rows,)
-        steps["block"] = (base.block // 2, base.block, base.block * 2)
         steps["lookahead"] = (1, 2)
+    if base.block < n or name == "sum_partials":  # the row goes in chunks
+        steps["block"] = (base.block // 2, base.block, base.block * 2)
     if isinstance(base, PersistentSettings):
         steps["per_sm"] = (base.per_sm // 2, base.per_sm, base.per_sm + 1, base.per_sm * 2)
         steps["stages"] = (base.stages - 1, base.stages, base.stages + 1)
     for values in itertools.product(*steps.values()):
-        if sum(value != getattr(base, name) for name, value in zip(steps, values, strict=True)) <= 2:
+        if sum(value != getattr(base, field) for field, value in zip(steps, values, strict=True)) <= 2:
             yield replace(base, **dict(zip(steps, values, strict=True)))
 
 
@@ -309,7 +322,7 @@ def report(
 
         def row(each: Timed, step: str, floor=floor, now=now, n=n, dtype=dtype) -> tuple[str, ...]:
             gain = f"{100 * (now.microseconds / each.microseconds - 1):+.1f}%"
-            percent = f"{100 * floor / (each.microseconds * 1e3 * copy_gb_s):.1f}"
+            percent = f"{100 * floor / (each.microseconds * 1e3 * copy_gb_s):.1f}" if floor else ""
             return (step, str(n), dtype, f"{each.microseconds:.1f}", percent, gain, words(each.settings))
 
         step = f"{name}: {ladder_of(subject, n, now.settings)}"
