@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -48,10 +48,12 @@ def inputs(m: int, n: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Ten
     return x, draw(n, dtype=dtype, device=device) + 1, dy
 
 
-def gradients(x: Tensor, weight: Tensor, dy: Tensor, **options) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(
+    x: Tensor, weight: Tensor, dy: Tensor, norm: Callable[..., Tensor] = rms_norm, **options
+) -> tuple[Tensor, Tensor, Tensor]:
     """(y, dX, dW) through autograd."""
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    y = rms_norm(x, weight, **options)
+    y = norm(x, weight, **options)
     return y.detach(), *torch.autograd.grad(y, (x, weight), dy)
 
 
