@@ -4,8 +4,9 @@
 
 Each group of launches runs once without a tool, which fills Triton's cache and holds the results against the plain
 torch kernels, and then once under each tool, in a process and with a time limit of its own: a tool that cannot follow
-programs that wait for one another (the split kernels) is shown as "timed out" and takes nothing else with it. Exit
-status 1 where a tool found something, or a group failed; 2 where there is no compute-sanitizer or no GPU.
+programs that wait for one another (the split kernels) is shown as "timed out" and takes nothing else with it. A kernel
+with planted errors shows that memcheck and initcheck see what they are to see. Exit status 1 where a tool found
+something, or a group failed; 2 where there is no compute-sanitizer or no GPU.
 
 Only this package's kernels are instrumented, but for initcheck, which must see whatever writes memory. Every allocation
 is the driver's own: torch's caching allocator would hide an access beyond a tensor's end in its block.
@@ -28,7 +29,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import triton
+import triton.language as tl
+
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+PLANTED = "planted errors"
+SEES_PLANTED = ("memcheck", "initcheck")
 GROUPS = ("forward", "backward", "slices", "split_forward", "split_backward")
 # The launches believe in a few multiprocessors only, so that each program goes through several rows, and so that
 # programs that wait for one another are resident even though instrumented ones take more room.
@@ -83,6 +89,22 @@ def launches(group: str) -> Iterator[Launch]:
     if not group.startswith("split"):
         yield Launch(6, 1000, "float64")
         yield Launch(6, 9000, "float64", x="heads")
+
+
+@triton.jit
+def planted_kernel(X, Y):
+    """Reads 1024 numbers and writes them."""
+    index = tl.arange(0, 1024)
+    tl.store(Y + index, tl.load(X + index))
+
+
+def run_planted() -> None:
+    """X holds numbers that nobody has written, and Y has room for 1000."""
+    import torch
+
+    planted_kernel[(1,)](torch.empty(1024, device=DEVICE), torch.empty(1000, device=DEVICE))
+    torch.cuda.synchronize()
+    print("all launches done")
 
 
 def run(group: str, shard: int, shards: int) -> None:
@@ -209,7 +231,7 @@ def kernel_names() -> list[str]:
         if module.name.startswith("triton_"):
             found = vars(importlib.import_module(f"meshnorm.kernels.{module.name}"))
             names += [name for name, value in found.items() if name.endswith("_kernel") and hasattr(value, "fn")]
-    return list(dict.fromkeys(names))
+    return [*dict.fromkeys(names), planted_kernel.fn.__name__]
 
 
 def filters(sanitizer: str) -> list[str]:
@@ -299,15 +321,14 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=100.0, help="seconds for one group under one tool")
     parser.add_argument("--parallel", type=int, default=max(2, (os.cpu_count() or 2)), help="processes at a time")
     parser.add_argument("--out", type=Path, default=Path("sanitizer.txt"), help="the report, as a text file")
-    parser.add_argument("--launch", choices=GROUPS, help=argparse.SUPPRESS)
+    parser.add_argument("--launch", help=argparse.SUPPRESS)
     parser.add_argument("--shard", default="0/1", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.launch:
         shard, shards = map(int, options.shard.split("/"))
-        run(options.launch, shard, shards)
+        run_planted() if options.launch == PLANTED else run(options.launch, shard, shards)
         return 0
     import torch
-    import triton
 
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if sanitizer is None or not torch.cuda.is_available():
@@ -322,21 +343,29 @@ def main() -> int:
         )
         chosen = filters(sanitizer)
         work = [(tool, group) for group in reversed(groups) for tool in tools]  # the slow ones first
+        work += [(tool, PLANTED) for tool in tools if tool in SEES_PLANTED]
         found = list(pool.map(lambda w: sanitized(sanitizer, *w, chosen, options.limit), work))
     told = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout
     version = re.search(r"[Vv]ersion \S+", told)
     heading = (
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, compute-sanitizer "
         f"{version[0] if version else 'of unknown version'}, {datetime.date.today()}\n"
-        f"kernels: {', '.join(kernel_names())}"
+        f"kernels: {', '.join(kernel_names()[:-1])}"
     )
     wrong = [verdict for verdict in first if verdict.words != "right"]
+    planted, found = [v for v in found if v.group == PLANTED], [v for v in found if v.group != PLANTED]
     text = report(found, groups, tools, heading)
+    blind = [verdict for verdict in planted if "errors" not in verdict.words]
+    for verdict in planted:
+        seen = "does not see" if verdict in blind else "sees"
+        text += f"{verdict.tool} {seen} planted errors: {verdict.words}\n"
+    for verdict in blind:
+        text += f"{verdict.output[-2000:]}\n"
     for verdict in wrong:
         text += f"\n--- without a tool, {verdict.group}: {verdict.words}\n{verdict.output[-2000:]}\n"
     options.out.write_text(text)
     print(text)
-    return 1 if wrong or any(v.words != "clean" for v in found) else 0
+    return 1 if wrong or blind or any(v.words != "clean" for v in found) else 0
 
 
 if __name__ == "__main__":
