@@ -1,4 +1,4 @@
-"""``benchmarks/sanitize.py``: what is launched, and what is made of a tool's output. The tools themselves need a GPU."""
+"""``benchmarks/sanitize.py``: what is launched, and what is made of a tool's output. The tools need a GPU."""
 
 from __future__ import annotations
 

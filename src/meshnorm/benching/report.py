@@ -149,30 +149,30 @@ def _number(value: float | None) -> str:
 
 
 def comparisons(results: Sequence[Result]) -> list[str]:
-    """For each pass, how meshnorm compares with the best of the others at each shape: their times' ratio, in geometric
-    mean, and where it is smallest. Small shapes by their time within a CUDA graph, where that was taken."""
-    found = []
-    for which in dict.fromkeys(result.which for result in results):
-        ratios: list[tuple[float, str]] = []
-        for m, n in dict.fromkeys((result.m, result.n) for result in results):
-            cells = [result for result in results if (result.which, result.m, result.n) == (which, m, n)]
-            mine = next((cell for cell in cells if cell.provider == "meshnorm"), None)
-            figure = "graph_us" if mine and mine.graph_us is not None else "device_us"
-            taken = {cell.provider: getattr(cell, figure) for cell in cells if getattr(cell, figure) is not None}
-            own = taken.pop("meshnorm", None)
-            others = {name: time for name, time in taken.items() if not name.startswith("meshnorm@")}
-            if own is None or not others:
-                continue
-            best = min(others, key=others.__getitem__)
-            ratios.append((others[best] / own, f"{m}×{n}, beside {best}"))
-        if ratios:
-            least, where = min(ratios)
-            middle = statistics.geometric_mean(ratio for ratio, _ in ratios)
-            found.append(
-                f"{which}: the best other takes {middle:.2f} times as long as meshnorm (geometric mean of "
-                f"{len(ratios)} shapes), at least {least:.2f} ({where})"
-            )
-    return found
+    """How meshnorm compares with the best of the others at each shape: their times' ratio, in geometric mean, and where
+    it is smallest. A line for each pass, and one for the small shapes, whose time within a CUDA graph was taken."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    for which, m, n in dict.fromkeys((result.which, result.m, result.n) for result in results):
+        cells = {r.provider: r for r in results if (r.which, r.m, r.n) == (which, m, n)}
+        mine = cells.pop("meshnorm", None)
+        in_graph = mine is not None and mine.graph_us is not None
+        figure = "graph_us" if in_graph else "device_us"
+        times = {name: getattr(cell, figure) for name, cell in cells.items() if not name.startswith("meshnorm@")}
+        taken = {name: time for name, time in times.items() if time is not None}
+        own = getattr(mine, figure, None)
+        if own is not None and taken:
+            best = min(taken, key=taken.__getitem__)
+            ratios = found.setdefault(f"{which} in a CUDA graph" if in_graph else which, [])
+            ratios.append((taken[best] / own, f"{m}×{n}, beside {best}"))
+    lines = []
+    for what, ratios in found.items():
+        middle = statistics.geometric_mean(ratio for ratio, _ in ratios)
+        least, where = min(ratios)
+        lines.append(
+            f"{what}: the best other takes {middle:.2f} times as long as meshnorm (geometric mean over the shapes), "
+            f"at least {least:.2f} ({where})"
+        )
+    return lines
 
 
 def write_csv(file: Path, results: Sequence[Result], setting: Setting) -> None:
