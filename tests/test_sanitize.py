@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,18 +12,27 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install meshnorm[triton]")
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "sanitize.py"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+NAMES = ("sanitize_launches", "sanitize")
 
 
 @pytest.fixture(scope="module")
-def sanitize() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("sanitize", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sanitize"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["sanitize"]
+def modules() -> Iterator[tuple[ModuleType, ...]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield tuple(importlib.import_module(name) for name in NAMES)
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def launching(modules: tuple[ModuleType, ...]) -> ModuleType:
+    return modules[0]
+
+
+@pytest.fixture
+def sanitize(modules: tuple[ModuleType, ...]) -> ModuleType:
+    return modules[1]
 
 
 def test_every_kernel_of_the_package_is_watched(sanitize: ModuleType) -> None:
@@ -36,8 +45,8 @@ def test_every_kernel_of_the_package_is_watched(sanitize: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("group", ["forward", "backward", "slices", "split_forward", "split_backward"])
-def test_a_group_has_masks_strides_frozen_tensors_and_missing_weights(sanitize: ModuleType, group: str) -> None:
-    launches = list(sanitize.launches(group))
+def test_a_group_has_masks_strides_frozen_tensors_and_missing_weights(launching: ModuleType, group: str) -> None:
+    launches = list(launching.launches(group))
     assert len({launch.n for launch in launches}) >= 4 and any(launch.n % 2 for launch in launches)
     assert {"contiguous", "heads", "odd", "expanded"} <= {launch.x for launch in launches}
     assert {"dx dw", "dx", "dw"} == {launch.want for launch in launches}
@@ -46,15 +55,15 @@ def test_a_group_has_masks_strides_frozen_tensors_and_missing_weights(sanitize: 
 
 
 def test_rows_keep_their_strides_on_the_way_to_the_device(
-    sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch
+    launching: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
-    monkeypatch.setattr(sanitize, "DEVICE", "cpu")
+    monkeypatch.setattr(launching, "DEVICE", "cpu")
     for kind in ("contiguous", "heads", "transposed", "expanded", "one_row", "odd"):
-        x = sanitize.rows(kind, 12, 10, torch.float32)
+        x = launching.rows(kind, 12, 10, torch.float32)
         assert x.shape[0] * x.shape[1] == 12 and x.stride(2) == 1
-        there = sanitize.on_gpu(x)
+        there = launching.on_gpu(x)
         assert there.stride() == x.stride() and torch.equal(there, x)
 
 
