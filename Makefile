@@ -10,7 +10,7 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready-torch-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format types pytest bench clean
+.PHONY: help setup demo test lint format types pytest bench sanitize clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -46,6 +46,9 @@ pytest: $(READY) ## the tests alone
 
 bench: $(READY) ## time the norm beside the others that are installed, on the GPU if there is one
 	$(BIN)/meshnorm bench
+
+sanitize: $(READY) ## the kernels under compute-sanitizer's four tools, on a GPU
+	$(BIN)/python benchmarks/sanitize.py
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -24,7 +24,8 @@ from meshnorm.benching.job import Job, Result
 from meshnorm.benching.measure import measure
 from meshnorm.benching.plot import widest_batches
 from meshnorm.benching.providers import EPS, Provider, find_providers
-from meshnorm.benching.report import COLUMNS
+from meshnorm.benching.report import COLUMNS, comparisons
+from meshnorm.benching.warming import units, warm_up
 from meshnorm.cli import bench, main
 
 
@@ -193,6 +194,36 @@ def test_the_bounds_pass_rounding_and_catch_the_absence_of_a_row(dtype: torch.dt
         dx[-1] = 0
         assert fault_of_backward(inputs, dx, dw).startswith("wrong: dX")
     assert "shape" in fault_of_forward(inputs, y[:, :0])
+
+
+def test_the_best_other_of_each_shape_is_what_meshnorm_is_compared_with() -> None:
+    def result(provider: str, m: int, device_us: float | None, graph_us: float | None = None) -> Result:
+        return Result(provider, "1", m, 128, "bfloat16", "forward", device_us=device_us, graph_us=graph_us)
+
+    results = [
+        result("meshnorm", 9, 10.0),
+        result("eager", 9, 40.0),
+        result("liger", 9, None),
+        result("quack", 9, 20.0),
+    ]
+    results += [result("meshnorm", 8, 9.0, 4.0), result("eager", 8, 1.0, 2.0), result("meshnorm@HEAD", 8, 1.0, 1.0)]
+    large, small = comparisons(results)
+    assert large.startswith("forward: ") and "2.00 times as long" in large and "2.00 (9×128, beside quack)" in large
+    assert small.startswith("forward in a CUDA graph: ") and "0.50 (8×128, beside eager)" in small
+    assert comparisons([result("meshnorm", 9, 10.0), result("meshnorm@HEAD", 9, 10.0)]) == []
+
+
+# --- compiled before ---
+
+
+def test_what_compiles_runs_each_shape_once_in_other_processes() -> None:
+    job = Job(((8, 16), (5, 24)), "bfloat16", ("forward", "backward"), "cpu", 1.0)
+    assert units(job, ["meshnorm", "eager"]) == [("meshnorm", 8, 16), ("meshnorm", 5, 24)]
+    before = dict(os.environ)
+    done = sorted(warm_up(job, ["meshnorm", "eager", "liger"]))
+    assert dict(os.environ) == before
+    assert [unit for unit in done if unit[0] == "meshnorm"] == [("meshnorm", 5, 24, ""), ("meshnorm", 8, 16, "")]
+    assert [unit[3] for unit in done if unit[0] == "liger"] == ["needs a CUDA GPU"] * 2
 
 
 # --- another revision ---

@@ -29,11 +29,13 @@ class Provider:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a provider comes from: its package, whether it needs a GPU, and how its norm is loaded."""
+    """Where a provider comes from: its package, whether it needs a GPU, how its norm is loaded, and whether it compiles
+    kernels at their first call."""
 
     package: str
     needs_gpu: bool
     load: Callable[[], Callable[[], Norm]]
+    compiles: bool = True
 
 
 def find_providers(names: Sequence[str], device: str) -> tuple[list[Provider], dict[str, str]]:
@@ -111,7 +113,7 @@ def _fla() -> Callable[[], Norm]:
 
 SOURCES = {
     "meshnorm": _Source("meshnorm", False, _meshnorm),
-    "eager": _Source("torch", False, _eager),
+    "eager": _Source("torch", False, _eager, compiles=False),
     "compile": _Source("torch", False, _compile),
     "liger": _Source("liger-kernel", True, _liger),
     "quack": _Source("quack-kernels", True, _quack),

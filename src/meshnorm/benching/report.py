@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import platform
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -145,6 +146,33 @@ def _number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
+def comparisons(results: Sequence[Result]) -> list[str]:
+    """How meshnorm compares with the best of the others at each shape: their times' ratio, in geometric mean, and where
+    it is smallest. A line for each pass, and one for the small shapes, whose time within a CUDA graph was taken."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    for which, m, n in dict.fromkeys((result.which, result.m, result.n) for result in results):
+        cells = {r.provider: r for r in results if (r.which, r.m, r.n) == (which, m, n)}
+        mine = cells.pop("meshnorm", None)
+        in_graph = mine is not None and mine.graph_us is not None
+        figure = "graph_us" if in_graph else "device_us"
+        times = {name: getattr(cell, figure) for name, cell in cells.items() if not name.startswith("meshnorm@")}
+        taken = {name: time for name, time in times.items() if time is not None}
+        own = getattr(mine, figure, None)
+        if own is not None and taken:
+            best = min(taken, key=taken.__getitem__)
+            ratios = found.setdefault(f"{which} in a CUDA graph" if in_graph else which, [])
+            ratios.append((taken[best] / own, f"{m}×{n}, beside {best}"))
+    lines = []
+    for what, ratios in found.items():
+        middle = statistics.geometric_mean(ratio for ratio, _ in ratios)
+        least, where = min(ratios)
+        lines.append(
+            f"{what}: the best other takes {middle:.2f} times as long as meshnorm (geometric mean over the shapes), "
+            f"at least {least:.2f} ({where})"
+        )
+    return lines
 
 
 def write_csv(file: Path, results: Sequence[Result], setting: Setting) -> None:

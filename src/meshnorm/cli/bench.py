@@ -124,9 +124,15 @@ def _measured(job: Job, providers: Sequence[Any], baseline: str | None) -> tuple
     """Results, and the copy bandwidth in GB/s: the better of one before and one after."""
     from meshnorm.benching.measure import measure
     from meshnorm.benching.timing import copy_bandwidth
+    from meshnorm.benching.warming import units, warm_up
 
+    if job.device == "cuda":
+        names = [provider.name for provider in providers]
+        for _ in _with_progress(warm_up(job, names), len(units(job, names)), "compiling", "{0} {1}x{2}"):
+            pass
     before = copy_bandwidth(job.device, 4 * job.rep_ms)
-    results = list(_with_progress(measure(job, providers), len(job.shapes) * len(providers) * len(job.passes)))
+    total = len(job.shapes) * len(providers) * len(job.passes)
+    results = list(_with_progress(measure(job, providers), total, "timing", "{0.provider} {0.m}x{0.n} {0.which}"))
     if baseline is not None:
         from meshnorm.benching.baseline import measure_baseline
 
@@ -134,29 +140,32 @@ def _measured(job: Job, providers: Sequence[Any], baseline: str | None) -> tuple
     return results, max(before, copy_bandwidth(job.device, 4 * job.rep_ms))
 
 
-def _with_progress(results: Iterable[Result], total: int) -> Iterable[Result]:
+def _with_progress(items: Iterable[Any], total: int, title: str, words: str) -> Iterable[Any]:
+    """A bar where a person looks; ``words`` says what the last item was, which a tuple gives as {0}, {1}, …"""
     if find_spec("tqdm") is None or not sys.stderr.isatty():
-        yield from results
+        yield from items
         return
     from tqdm import tqdm
 
-    with tqdm(total=total, unit="figure", leave=False) as bar:
-        for result in results:
-            bar.set_postfix_str(f"{result.provider} {result.m}x{result.n} {result.which}", refresh=False)
+    with tqdm(total=total, desc=title, leave=False) as bar:
+        for item in items:
+            bar.set_postfix_str(words.format(*item if isinstance(item, tuple) else (item,)), refresh=False)
             bar.update()
-            yield result
+            yield item
 
 
 def _report(
     console: Any, results: list[Result], missing: dict[str, str], job: Job, copy_gb_s: float, options: Any
 ) -> None:
-    from meshnorm.benching.report import Setting, tables, write_csv
+    from meshnorm.benching.report import Setting, comparisons, tables, write_csv
 
     setting = Setting.here(job.device, copy_gb_s)
     versions = dict.fromkeys(f"{result.provider} {result.version}" for result in results)
     console.print(f"RMSNorm, {job.dtype}. {setting}", f"timed: {', '.join(versions)}", sep="\n", markup=False)
     for table in tables(results, setting):
         console.print(table)
+    for line in comparisons(results):
+        console.print(line, markup=False)
     for name, why in missing.items():
         console.print(f"not timed: {name}: {why}", markup=False)
     for result in results:
