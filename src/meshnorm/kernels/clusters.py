@@ -51,22 +51,21 @@ def compiled_for_clusters(kernel: Any, arguments: tuple, constants: tuple, clust
     ready._init_handles()
     warps, _, shared = ready.packed_metadata
     ready.packed_metadata = (warps, cluster, shared)
+    if cluster > _PORTABLE:
+        _check(_driver().cuFuncSetAttribute(ctypes.c_void_p(ready.function), _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
     return ready
 
 
 def resident_clusters(ready: Any, cluster: int) -> int:
     """How many clusters of a compiled kernel the current device runs at once. Fewer than its multiprocessors would
     hold, since a cluster lies within one group of them (a GPC): 31 of 33 where it has 4 programs on an H200."""
-    driver = _driver()
-    function = ctypes.c_void_p(ready.function)
-    if cluster > _PORTABLE:
-        _check(driver.cuFuncSetAttribute(function, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
     attribute = _Attribute(id=_CLUSTER_DIMENSION)
     attribute.value[:3] = [cluster, 1, 1]
     warps, _, shared = ready.packed_metadata
     config = _Config((cluster, 1, 1), (32 * warps, 1, 1), shared, None, ctypes.pointer(attribute), 1)
     count = ctypes.c_int()
-    _check(driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config)))
+    function = ctypes.c_void_p(ready.function)
+    _check(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config)))
     return count.value
 
 
@@ -77,4 +76,4 @@ def _driver() -> ctypes.CDLL:
 
 def _check(result: int) -> None:
     if result:
-        raise RuntimeError(f"CUDA's driver answered {result} when it was asked how many clusters fit the GPU")
+        raise RuntimeError(f"CUDA's driver answered {result} to a question about thread-block clusters")

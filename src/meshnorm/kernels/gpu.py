@@ -294,7 +294,7 @@ def sum_partials(partial: Tensor, dw: Tensor, *, settings: RowSettings | None = 
     Where the GPU can, the kernel is set up while the one before it still runs, and waits for its results: 1.5 µs less.
     """
     programs, n = partial.shape
-    tile = settings or sum_settings(programs, n)
+    tile = settings or sum_settings(n)
     dependent = {"launch_pdl": True} if has_clusters(partial.device) else {}
     launch(
         sum_partials_kernel,

@@ -191,10 +191,10 @@ def backward_split_settings(n: int, dtype: torch.dtype) -> SplitSettings | None:
 
 
 @functools.cache
-def sum_settings(partials: int, n: int) -> RowSettings:
-    """For the sum of dW's partial rows. What they are added up in depends on their number anyway."""
+def sum_settings(n: int) -> RowSettings:
+    """For the sum of dW's partial rows."""
     columns = min(256, max(32, 1 << (n // SUM_PROGRAMS).bit_length() - 1)) if n >= SUM_PROGRAMS else 32
-    return RowSettings(rows=min(SUM_ROWS, 1 << (partials - 1).bit_length()), block=columns, warps=SUM_WARPS)
+    return RowSettings(rows=SUM_ROWS, block=columns, warps=SUM_WARPS)
 
 
 @functools.cache

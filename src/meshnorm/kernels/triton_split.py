@@ -80,7 +80,7 @@ def forward_split_kernel(
             old = x2
         total = wait_for_sum(slots, base + before, slot_mask)
         rstd = reciprocal_root(mean(total, hidden_size) + EPS)
-        y = normalized(old.to(ACC), rstd, scale, MODE, Y.dtype.element_ty)
+        y = normalized(old.to(ACC), rstd, scale, MODE, Y.dtype.element_ty, True)
         to = Y + old_row.to(tl.int64) * N + cols
         tl.store(to, y, mask=old_mask & col_mask)
         tl.store(RSTD + old_row, tl.zeros([1], ACC) + rstd, mask=old_mask & (part == 0))
