@@ -180,6 +180,9 @@ class KernelRunner:
     def check(self, case: Case) -> None:
         exact = Exact(case, self.device)
         y, rstd = self.forward(case, exact.x, exact.weight)
+        y_alone = torch.empty_like(y)
+        self.kernels.forward(exact.x, exact.weight, case.eps, case.offset, case.mode, y_alone, None)
+        assert torch.equal(y_alone, y)  # rstd is stored or not
         dx, dw = self.backward(case, exact.dy, exact.x, exact.weight, rstd)
         exact.check_y(y)
         exact.check_rstd(rstd)
