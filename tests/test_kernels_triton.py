@@ -197,7 +197,7 @@ class TestGpu(KernelRunner):
     def test_split_rows_survive_the_wrap_around_of_their_tags(self) -> None:
         from meshnorm.kernels.exchange import workspace
 
-        case = Case(300, 65536)
+        case = Case(300, 262144)
         exact = Exact(case, "cuda")
         expected = self.split_results(case, exact)
         space = workspace(exact.x.device)

@@ -13,21 +13,20 @@ import torch
 from torch import Tensor
 
 from .clusters import has_clusters
-from .gpu_cluster import backward_cluster, can_cluster, forward_cluster
+from .gpu_chunks import backward_chunks, can_chunk
 from .gpu_split import backward_split, can_split, forward_split, widest_split
 from .launching import has_ptx, launch, scratch
 from .row_views import aligned, row_view
 from .settings import (
-    ClusterSettings,
+    ChunkSettings,
     PersistentSettings,
     RowSettings,
     SplitSettings,
     apply_settings,
     backward_apply_settings,
-    backward_cluster_settings,
+    backward_chunk_settings,
     backward_settings,
     backward_split_settings,
-    forward_cluster_settings,
     forward_settings,
     forward_split_settings,
     statistic_settings,
@@ -64,11 +63,7 @@ def forward(
 ) -> None:
     """y and rstd, or y alone where rstd is None."""
     n = x.shape[2]
-    cluster = forward_cluster_settings(n) if settings is None and can_cluster(x.device, x.dtype) else None
-    if cluster is not None:
-        forward_cluster(x, weight, eps, offset, mode, y, rstd, cluster)
-        return
-    split = forward_split_settings(n) if settings is None and can_split(x.device, x.dtype) else None
+    split = forward_split_settings(n, x.dtype) if settings is None and can_split(x.device, x.dtype) else None
     if split is not None and n <= widest_split(split, multiprocessors(x.device)):
         stages = _stages(split, x.element_size(), _shared_memory(x.device))
         if rstd is None:
@@ -136,15 +131,16 @@ def backward(
     dx: Tensor | None,
     dw: Tensor | None,
     *,
-    settings: PersistentSettings | None = None,
+    settings: PersistentSettings | ChunkSettings | None = None,
 ) -> None:
     """dX and dW, or the one of them that is not None. One pass; for rows too wide for it the statistic, then the
     rest."""
     n = x.shape[2]
-    cluster = backward_cluster_settings(n, x.dtype) if settings is None and can_cluster(x.device, x.dtype) else None
-    if cluster is not None and dx is not None:
-        _launch_cluster_gradients(dy, x, weight, rstd, offset, dx, dw, cluster)
+    chunks = settings or backward_chunk_settings(n, x.dtype)
+    if isinstance(chunks, ChunkSettings) and can_chunk(x.device, x.dtype, n, chunks):
+        _launch_chunk_gradients(dy, x, weight, rstd, offset, dx, dw, chunks)
         return
+    assert not isinstance(settings, ChunkSettings)
     split = backward_split_settings(n, x.dtype) if settings is None and can_split(x.device, x.dtype) else None
     if split is not None and dx is not None and n <= widest_split(split, multiprocessors(x.device)):
         _launch_split_gradients(dy, x, weight, rstd, offset, dx, dw, split)
@@ -244,26 +240,29 @@ def _launch_gradients(
         sum_partials(partial, dw)
 
 
-def _launch_cluster_gradients(
+def _launch_chunk_gradients(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
     rstd: Tensor,
     offset: float,
-    dx: Tensor,
+    dx: Tensor | None,
     dw: Tensor | None,
-    tile: ClusterSettings,
+    tile: ChunkSettings,
 ) -> None:
-    own = torch.empty_like(dx) if dx.data_ptr() % 16 else dx  # as in _launch_gradients
+    if dx is None and dw is None:
+        return
+    own = torch.empty_like(dx) if dx is not None and dx.data_ptr() % 16 else dx  # as in _launch_gradients
     allowed = _allowed_partials(x, rstd) if dw is not None else None
     rows = x.shape[0] * x.shape[1]
     stage = tile.chunk * tile.chunks * (x.element_size() + dy.element_size())
-    stages = _fitting_stages(tile.stages, tile.per_sm, stage, _shared_memory(x.device))
-    partial = backward_cluster(
-        *(dy, x, weight, rstd, offset, own, dw is not None, tile, stages),
-        lambda resident: program_count(rows, 1, 1, resident, allowed),
+    partial = backward_chunks(
+        *(dy, x, weight, rstd, offset, own, dw is not None, tile),
+        _fitting_stages(tile.stages, tile.per_sm, stage, _shared_memory(x.device)),
+        multiprocessors(x.device),
+        lambda resident, per_sm: program_count(rows, 1, per_sm, resident, allowed),
     )
-    if own is not dx:
+    if dx is not None and own is not None and own is not dx:
         dx.copy_(own)
     if dw is not None and partial is not None:
         sum_partials(partial, dw)

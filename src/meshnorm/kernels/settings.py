@@ -43,9 +43,9 @@ class SplitSettings(PersistentSettings):
 
 
 @dataclass(frozen=True)
-class ClusterSettings:
-    """A row split over the programs of a cluster, each of which has up to ``chunks`` tensors of ``chunk`` columns.
-    ``per_sm`` programs fit a multiprocessor; ``stages`` rows of a program are in flight."""
+class ChunkSettings:
+    """Up to ``chunks`` tensors of ``chunk`` columns to a program, ``per_sm`` programs to a multiprocessor, ``stages``
+    rows of each in flight. A wider row is split over the programs of a cluster."""
 
     chunk: int
     chunks: int
@@ -63,9 +63,9 @@ FORWARD = (
     (128, RowSettings(rows=16, block=128, warps=2)),  # 97%; 32 rows on 4 warps 95%
     (256, RowSettings(rows=16, block=256, warps=4)),
     (512, RowSettings(rows=8, block=512, warps=4)),  # 96%
-    (1024, RowSettings(rows=2, block=1024, warps=4)),  # 95%; 4 rows 94%
     # From here on a row is read twice, the second time from a cache: few registers, so that many programs are resident,
     # and no column that is only padding. Whole rows in registers: 96% from 4096 to 16384, 93% at 12288.
+    (1024, RowSettings(rows=1, block=512, warps=4)),  # 99%; two whole rows 97%
     (2048, RowSettings(rows=1, block=1024, warps=4)),  # 99%; whole 98%
     (3072, RowSettings(rows=1, block=1024, warps=4)),  # 99%; padded to 4096 93%
     (4096, RowSettings(rows=1, block=2048, warps=8)),  # 99%
@@ -74,10 +74,14 @@ FORWARD = (
     (32768, RowSettings(rows=1, block=8192, warps=32)),  # 98%; 16 warps 90%
     (65536, RowSettings(rows=1, block=32768, warps=32)),  # 93%; chunks of 16384 90%, split over programs 88%
 )
+# float32 rows from 12288 columns on: 101% at 16384 (4096 columns on 16 warps 94%), 95% at 32768.
+FORWARD_32 = (
+    (16384, RowSettings(rows=1, block=8192, warps=32)),
+    (32768, RowSettings(rows=1, block=16384, warps=32)),
+)
 # Beyond, where rows are not split (float64, other vendors). 61-63% at 131072.
 FORWARD_WIDE = RowSettings(rows=1, block=8192, warps=16)
-FORWARD_CLUSTER = ClusterSettings(chunk=2048, chunks=4, warps=8, per_sm=4, stages=1)
-# 85% at 65536, 83% at 131072. 1 row ahead 81%, 8192 columns 83%; 3 to 5 stages make no difference.
+# 86% at 131072. Over the programs of a cluster 85% at the most, read once and held in registers, or read twice.
 FORWARD_SPLIT = SplitSettings(rows=1, block=4096, warps=4, per_sm=4, stages=3, lookahead=2)
 
 # Backward in one pass. Few programs with many loads in flight beat many with few: 1 to 2 a multiprocessor and 3 to 5
@@ -95,11 +99,22 @@ BACKWARD = (
     (8192, PersistentSettings(rows=1, block=8192, warps=16, per_sm=1, stages=4)),  # 96% at 5120, 95% at 8192
     (16384, PersistentSettings(rows=1, block=16384, warps=32, per_sm=1, stages=3)),  # 93% at 12288
 )
-# Two programs of 8192 columns a multiprocessor: 95% at 16384, 92% at 32768, 91% at 65536. One of 16384 88, 88, 82%; one
-# of 8192 with 16 warps 74, 65, 60%; four of 4096 90, 90, 87%.
-BACKWARD_CLUSTER = ClusterSettings(chunk=2048, chunks=4, warps=8, per_sm=2, stages=3)
-# float32: 98% from 8192 to 32768, 93% at 65536; a whole row in one program 96% at 8192.
-BACKWARD_CLUSTER_32 = ClusterSettings(chunk=1024, chunks=4, warps=8, per_sm=2, stages=3)
+# Widths far below a power of two, and rows of several programs: in chunks. 16-bit types, (wider than, up to, settings).
+BACKWARD_CHUNKS = (
+    (1024, 1536, ChunkSettings(chunk=512, chunks=3, warps=2, per_sm=8, stages=3)),  # 91%; padded to 2048 88%
+    (2048, 2560, ChunkSettings(chunk=512, chunks=5, warps=2, per_sm=5, stages=3)),  # 94%; padded to 4096 71%
+    (2560, 3072, ChunkSettings(chunk=1024, chunks=3, warps=4, per_sm=3, stages=3)),  # 94-95%; padded 79-83%
+    # At 18432 columns in clusters of 3 92%, at 24576 of 4 88%; with programs of 8192 columns 84 and 77%.
+    # (next one) 94% at 16384, 92% at 32768, 91% at 65536. With one program of 16384 a multiprocessor 88, 88, 82%, one
+    # of 8192 on 16 warps 74, 65, 60%, four of 4096 90, 90, 87%.
+    (12288, 49152, ChunkSettings(chunk=1024, chunks=6, warps=4, per_sm=3, stages=3)),
+    (12288, 65536, ChunkSettings(chunk=2048, chunks=4, warps=8, per_sm=2, stages=4)),
+)
+BACKWARD_CHUNKS_32 = (
+    (4096, 5120, ChunkSettings(chunk=1024, chunks=5, warps=8, per_sm=2, stages=3)),  # 97%; padded to 8192 89%
+    # 98-100% from 7168 to 32768, 93% at 65536; split over independent programs 82, 88, 85%.
+    (5120, 65536, ChunkSettings(chunk=1024, chunks=4, warps=8, per_sm=2, stages=3)),
+)
 # 84% at 32768 and 65536, 80% at 131072. A second row of look-ahead, another stage, a narrow weight: no difference.
 BACKWARD_SPLIT = SplitSettings(rows=1, block=2048, warps=4, per_sm=4, stages=3, lookahead=1)
 # 83% at 131072.
@@ -133,7 +148,8 @@ def _step(ladder: tuple[tuple[int, Settings], ...], n: int, dtype: torch.dtype) 
 
 @functools.cache
 def forward_settings(n: int, dtype: torch.dtype) -> RowSettings:
-    return _step(FORWARD, n, dtype) or FORWARD_WIDE
+    ladder = FORWARD_32 if dtype == torch.float32 and n > 12288 else FORWARD
+    return _step(ladder, n, dtype) or FORWARD_WIDE
 
 
 @functools.cache
@@ -158,28 +174,22 @@ def _widest_backward(dtype: torch.dtype) -> int:
 
 
 @functools.cache
-def forward_cluster_settings(n: int) -> ClusterSettings | None:
-    """None: no program a row is better, or it is too wide."""
-    return FORWARD_CLUSTER if FORWARD[-1][0] < n <= _widest_cluster(FORWARD_CLUSTER, 16) else None
-
-
-@functools.cache
-def forward_split_settings(n: int) -> SplitSettings | None:
+def forward_split_settings(n: int, dtype: torch.dtype) -> SplitSettings | None:
     """None: one program a row is as good."""
-    return FORWARD_SPLIT if n > FORWARD[-1][0] else None
+    return FORWARD_SPLIT if n > (FORWARD_32 if dtype == torch.float32 else FORWARD)[-1][0] else None
+
+
+def parts_of(n: int, settings: ChunkSettings) -> int:
+    """Over how many programs a row of ``n`` is split."""
+    return -(-n // (settings.chunk * settings.chunks))
 
 
 @functools.cache
-def backward_cluster_settings(n: int, dtype: torch.dtype) -> ClusterSettings | None:
-    """None: one program a row is better, or it is too wide. At 131072 columns clusters of 16 reach 82%, since only 14
-    of them find room; split over independent programs 84%."""
-    narrow = dtype.itemsize <= 2
-    settings = BACKWARD_CLUSTER if narrow else BACKWARD_CLUSTER_32
-    return settings if (12288 if narrow else 4096) < n <= _widest_cluster(settings, 8 if narrow else 16) else None
-
-
-def _widest_cluster(settings: ClusterSettings, parts: int) -> int:
-    return parts * settings.chunk * settings.chunks
+def backward_chunk_settings(n: int, dtype: torch.dtype) -> ChunkSettings | None:
+    """Those that pad least. None: another kernel is better."""
+    ladder = BACKWARD_CHUNKS if dtype.itemsize <= 2 else BACKWARD_CHUNKS_32
+    fitting = [settings for above, widest, settings in ladder if above < n <= widest]
+    return min(fitting, key=lambda s: parts_of(n, s) * s.chunk * s.chunks, default=None)
 
 
 @functools.cache

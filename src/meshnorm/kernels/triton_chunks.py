@@ -1,10 +1,10 @@
-"""Device code for wide rows on GPUs that have thread-block clusters: a row split over the PARTS programs of a cluster.
+"""Device code of the backward pass for rows in chunks, which may be split over the programs of a thread-block cluster.
 
-The programs of a cluster run at the same time on neighbouring multiprocessors and reach each other's shared memory, so
-that the exchange of a row's sums takes a few hundred nanoseconds and needs neither memory of its own nor any promise
-that all programs are resident.
+A program's WIDTH columns are CHUNKS tensors of CHUNK columns, so that a width needs not be padded to a power of two.
 
-A program's WIDTH columns are CHUNKS tensors of CHUNK columns, so that a width needs not be a power of two.
+The PARTS programs of a cluster run at the same time on neighbouring multiprocessors and reach each other's shared
+memory. So the exchange of a row's sums takes a few hundred nanoseconds, where a poll of slots in memory takes more than
+a microsecond, and it needs neither memory of its own nor any promise that all programs are resident.
 """
 
 from __future__ import annotations
@@ -12,25 +12,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_forward import normalized
-from .triton_rows import mean, reciprocal_root, row_offsets, scale_of, tile_rows, widened
+from .triton_rows import mean, row_offsets, scale_of, tile_rows, widened
 
 VARYING = ["M", "hidden_size", "x_b", "x_stride_a", "x_stride_b", "dy_b", "dy_stride_a", "dy_stride_b"]
-MOST_PARTS = 16  # programs of a cluster; more than 8 are Hopper's and its successors' own
-
-
-@triton.jit
-def arrive():
-    """Says that this program runs: its shared memory may be written to."""
-    tl.inline_asm_elementwise(
-        "barrier.cluster.arrive.relaxed; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
 def wait_for_all():
-    """Until all programs of the cluster run."""
-    tl.inline_asm_elementwise("barrier.cluster.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    """Until all programs of the cluster run, and their shared memory may be written to."""
+    tl.inline_asm_elementwise(
+        "barrier.cluster.arrive.relaxed; barrier.cluster.wait; mov.b32 $0, 0;",
+        "=r",
+        [],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -85,8 +82,8 @@ def columns(k: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def load_chunk(start, k: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, width):
-    """Chunk k of the columns from ``start`` on, of which ``width`` exist, at most WIDTH."""
+def load_chunk(start, k: tl.constexpr, CHUNK: tl.constexpr, width):
+    """Chunk k of the ``width`` columns from ``start`` on."""
     cols = columns(k, CHUNK)
     return tl.load(start + cols, mask=cols < width, other=0.0)
 
@@ -119,7 +116,7 @@ def dx_of(x, dy, w, rstd, c, OFFSET: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=VARYING)
-def backward_cluster_kernel(
+def backward_chunks_kernel(
     DY,
     X,
     W,
@@ -147,7 +144,8 @@ def backward_cluster_kernel(
     CHUNKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dX and dW's partial rows. Cluster g of G takes the rows g, g + G, g + 2G, …
+    """dX and dW's partial rows. Cluster g of G takes the rows g, g + G, g + 2G, … (A cluster is one program if PARTS
+    is 1.)
 
     x, dY and w are held in their own dtypes and converted anew for each use. dW comes before the exchange: after dX it
     costs a tenth of the speed, between the two a third (65536 columns, H200).
@@ -163,82 +161,29 @@ def backward_cluster_kernel(
     if W is None:
         ws = [None for k in (0, 1, 2, 3, 4, 5, 6, 7)[:CHUNKS]]
     else:
-        ws = [load_chunk(W + first, k, CHUNK, WIDTH, width) for k in (0, 1, 2, 3, 4, 5, 6, 7)[:CHUNKS]]
+        ws = [load_chunk(W + first, k, CHUNK, width) for k in (0, 1, 2, 3, 4, 5, 6, 7)[:CHUNKS]]
     dws = [tl.zeros([CHUNK], ACC) for k in (0, 1, 2, 3, 4, 5, 6, 7)[:CHUNKS]]
     if PARTS > 1:
-        arrive()
         wait_for_all()
     for step in tl.range(0, tl.cdiv(M - group, groups), num_stages=STAGES):
         row = tile_rows(group + step * groups, 1, INT64_ROWS)
         x_row = X + row_offsets(row, x_b, x_stride_a, x_stride_b, X_UNIT, X_FLAT) + first
         dy_row = DY + row_offsets(row, dy_b, dy_stride_a, dy_stride_b, DY_UNIT, DY_FLAT) + first
-        xs = [load_chunk(x_row, k, CHUNK, WIDTH, width) for k in (0, 1, 2, 3, 4, 5, 6, 7)[:CHUNKS]]
-        dys = [load_chunk(dy_row, k, CHUNK, WIDTH, width) for k in (0, 1, 2, 3, 4, 5, 6, 7)[:CHUNKS]]
+        xs = [load_chunk(x_row, k, CHUNK, width) for k in (0, 1, 2, 3, 4, 5, 6, 7)[:CHUNKS]]
+        dys = [load_chunk(dy_row, k, CHUNK, width) for k in (0, 1, 2, 3, 4, 5, 6, 7)[:CHUNKS]]
         rstd = tl.load(RSTD + row)
-        share = share_of(xs, dys, ws, rstd, OFFSET, ACC, CHUNK, CHUNKS)
+        if DX is not None:
+            share = share_of(xs, dys, ws, rstd, OFFSET, ACC, CHUNK, CHUNKS)
         if PARTIAL is not None:
             dws = [dw_of(xs[k], dys[k], rstd, dws[k], ACC) for k in (0, 1, 2, 3, 4, 5, 6, 7)[:CHUNKS]]
-        if PARTS > 1:
-            share = cluster_sum(share, step & 1)
-        c = mean(share, hidden_size)
-        dx_row = DX + row.to(tl.int64) * N + first
-        for k in tl.static_range(CHUNKS):
-            dx = dx_of(xs[k], dys[k], ws[k], rstd, c, OFFSET, ACC)
-            store_chunk(dx_row, dx.to(DX.dtype.element_ty), k, CHUNK, width)
+        if DX is not None:
+            if PARTS > 1:
+                share = cluster_sum(share, step & 1)
+            c = mean(share, hidden_size)
+            dx_row = DX + row.to(tl.int64) * N + first
+            for k in tl.static_range(CHUNKS):
+                dx = dx_of(xs[k], dys[k], ws[k], rstd, c, OFFSET, ACC)
+                store_chunk(dx_row, dx.to(DX.dtype.element_ty), k, CHUNK, width)
     if PARTIAL is not None:
         for k in tl.static_range(CHUNKS):
             store_chunk(PARTIAL + group.to(tl.int64) * N + first, dws[k], k, CHUNK, width)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def forward_cluster_kernel(
-    X,
-    W,
-    Y,
-    RSTD,
-    hidden_size,
-    M,
-    x_b,
-    x_stride_a,
-    x_stride_b,
-    UNIT: tl.constexpr,
-    FLAT: tl.constexpr,
-    INT64_ROWS: tl.constexpr,
-    N: tl.constexpr,
-    EPS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    MODE: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    """y and rstd; a cluster to each row, which is read once and held in registers."""
-    ACC: tl.constexpr = tl.float32
-    arrive()
-    row = tile_rows(tl.program_id(0) // PARTS, 1, INT64_ROWS)
-    part = tl.program_id(0) % PARTS
-    first = part * WIDTH
-    if N == PARTS * WIDTH and WIDTH == CHUNKS * CHUNK:
-        width: tl.constexpr = WIDTH
-    else:
-        width = tl.minimum(N - first, WIDTH)
-    x_row = X + row_offsets(row, x_b, x_stride_a, x_stride_b, UNIT, FLAT) + first
-    xs = [load_chunk(x_row, k, CHUNK, WIDTH, width) for k in (0, 1, 2, 3, 4, 5, 6, 7)[:CHUNKS]]
-    squares = tl.zeros([CHUNK], ACC)
-    for k in tl.static_range(CHUNKS):
-        x = widened(xs[k], ACC, True, True)
-        squares = tl.fma(x, x, squares)
-    share = tl.sum(squares, axis=0)
-    wait_for_all()
-    rstd = reciprocal_root(mean(cluster_sum(share, 0), hidden_size) + EPS)
-    if RSTD is not None:
-        tl.store(RSTD + row, tl.zeros([1], ACC) + rstd, mask=row * 0 + part == 0)
-    y_row = Y + row.to(tl.int64) * N + first
-    for k in tl.static_range(CHUNKS):
-        if W is None:
-            scale = tl.full([1], 1.0, ACC)
-        else:
-            scale = scale_of(load_chunk(W + first, k, CHUNK, WIDTH, width), OFFSET, ACC, True, False)
-        y = normalized(widened(xs[k], ACC, True, True), rstd, scale, MODE, Y.dtype.element_ty, True)
-        store_chunk(y_row, y, k, CHUNK, width)
