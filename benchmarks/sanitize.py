@@ -152,7 +152,7 @@ def main() -> int:
         return 2
     tools, groups = options.tools.split(","), options.groups.split(",")
     with ThreadPoolExecutor(options.parallel) as pool:
-        shards = max(1, options.parallel // len(groups))
+        shards = -(-options.parallel // len(groups))
         first = list(
             pool.map(lambda g: plain(*g, options.limit), [(g, i, shards) for g in groups for i in range(shards)])
         )

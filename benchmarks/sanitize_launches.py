@@ -1,7 +1,8 @@
 """The launches that ``sanitize.py`` runs under compute-sanitizer, a group of them to a process.
 
 Small, and of every kind: each step of the launch settings, masks, strides, odd addresses, frozen tensors, no weight.
-Results are held against the plain torch kernels on the CPU, so that a launch which a tool swallowed is noticed.
+A group is one kind of kernel, and its launches are those that this kind serves. Results are held against the plain
+torch kernels on the CPU, so that a launch which a tool swallowed is noticed.
 
     PYTHONPATH=src python3 benchmarks/sanitize_launches.py GROUP [SHARD/SHARDS]
 """
@@ -10,27 +11,36 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshnorm.kernels import cpu, gpu
+from meshnorm.kernels import cpu, gpu, gpu_chunks, settings
 
 PLANTED = "planted errors"
-GROUPS = ("forward", "backward", "slices", "split_forward", "split_backward")
-# The launches believe in a few multiprocessors only, so that each program goes through several rows, and so that
-# programs that wait for one another are resident even though instrumented ones take more room.
-MULTIPROCESSORS = 8
 DEVICE = "cuda"
+# The launches believe in a few multiprocessors and clusters only, so that each program goes through several rows. The
+# programs of a split row wait for one another: there must be enough for a row of 131072 columns, and few enough that
+# all are resident even though instrumented ones take more room.
+MULTIPROCESSORS, FOR_SPLIT_ROWS = 8, 16
+CLUSTERS = 3
 
 # Each step of the ladders of settings.py, full and with columns left over.
-NARROW = (1, 16, 17, 33, 100, 128, 200, 512, 1000, 1024, 2048, 2880)
-WIDE = (4096, 4097, 5120, 8192, 12288, 16384)
-CHUNKED = (18432, 20001, 32768)  # forward, one program a row; the backward splits them
-SPLIT = (32769, 40000, 65536, 131072)
+NARROW = (1, 16, 17, 33, 100, 128, 200, 512)
+WIDTHS = {
+    "forward": NARROW,
+    "chunks": (1501, 1536, 2500, 2560, 2888, 3072),  # and 5120 in float32
+    "slices": (1, 17, 100, 200, 1000, 2048, 4096, 5120, 12288, 20001),
+    "clusters": (16384, 17000, 18432, 20001, 24576, 40000, 49152, 65536),  # of 2, 3, 3, 4, 4, 5, 8 and 8 programs
+    "forward_wide": (1000, 1024, 2048, 2880, 4096, 5120, 8192, 12288, 16384, 17001, 20001, 32768, 65536),
+    "backward": (*NARROW, 1000, 1024, 2048, 4096, 4097, 7168, 8192, 12288),
+    "split_forward": (65544, 70001, 98304, 131072),
+    "split_backward": (65544, 70001, 98304, 131072),
+}
+GROUPS = ("sums", *WIDTHS)  # the slow ones last
 
 
 class Launch(NamedTuple):
@@ -45,6 +55,7 @@ class Launch(NamedTuple):
     x: str = "contiguous"
     dy: str = "contiguous"
     want: str = "dx dw"
+    rstd: bool = True  # whether the forward stores it
 
 
 VARIANTS = (
@@ -52,28 +63,74 @@ VARIANTS = (
     {"dtype": "float16", "weight": "float32", "mode": "gemma", "offset": 1.0, "x": "heads"},
     {"weight": "float32", "mode": "none", "x": "odd", "dy": "odd"},
     {"x": "expanded", "dy": "one_row", "want": "dw"},
-    {"x": "transposed", "dy": "transposed", "want": "dx"},
+    {"x": "transposed", "dy": "transposed", "want": "dx", "rstd": False},
 )
+# What the bfloat16 widths and their variants do not reach: float32 and float64 in kernels of their own widths.
+OTHERS = {
+    "forward": (Launch(6, 100, "float64"), Launch(200, 500, "float32", x="odd")),
+    "forward_wide": (
+        Launch(6, 1000, "float64"),
+        Launch(6, 40000, "float64", x="heads"),  # wider than the ladder
+        Launch(6, 16384, "float32"),
+        Launch(6, 20001, "float32", x="odd"),
+    ),
+    "backward": (Launch(6, 1000, "float64"), Launch(6, 4096, "float32", x="heads")),
+    "chunks": (
+        Launch(60, 5120, "float32"),
+        Launch(60, 4500, "float32", weight="none", x="heads", dy="odd", want="dx"),
+        Launch(60, 5120, "float32", x="odd", want="dw"),
+        Launch(60, 5001, "float32", weight="float32", x="expanded", dy="transposed"),
+    ),
+    "clusters": (
+        Launch(12, 8192, "float32"),  # 2 programs
+        Launch(12, 9001, "float32", x="heads", dy="odd"),  # 3
+        Launch(12, 32768, "float32", weight="none", want="dx"),  # 8
+        Launch(12, 65536, "float32"),  # 16
+    ),
+    "slices": (Launch(6, 1000, "float64"), Launch(6, 9000, "float64", x="heads")),
+    "split_forward": (Launch(6, 40000, "float32"),),
+    "split_backward": (Launch(6, 65544, "float32"),),
+}
+# Partial rows × columns: fewer rows than are added at a time, as many, more; a width for each step of ``sum_settings``.
+SUMS = ((1, 100), (7, 1), (31, 511), (32, 512), (33, 1000), (132, 4096), (264, 20001), (70, 32768), (33, 131072))
 
 
 def launches(group: str) -> Iterator[Launch]:
-    """A full bfloat16 case of every width, and in turn two of the variants."""
-    widths = {
-        "forward": NARROW + WIDE + CHUNKED,
-        "backward": NARROW + WIDE,
-        "slices": NARROW[::2] + WIDE[::2] + (20001,),
-    }
-    for i, n in enumerate(widths.get(group, SPLIT if group == "split_forward" else CHUNKED[1:] + SPLIT)):
-        m = 300 if n <= 1024 else 12 if n > 32768 else 40
+    """A full bfloat16 case of every width, and in turn two of the variants, but for the dtype where another kernel
+    would take it. Then the others."""
+    for i, n in enumerate(WIDTHS[group]):
+        m = 200 if n <= 1024 else 12 if n > 32768 else 40
         yield Launch(m, n)
         for k in (2 * i, 2 * i + 1):
-            chosen = dict(VARIANTS[k % len(VARIANTS)])
-            if group == "backward" and n > 8192:
-                chosen.pop("dtype", None)  # rows of float32 are split from there on
-            yield Launch(m, n, **chosen)  # type: ignore[arg-type]
-    if not group.startswith("split"):
-        yield Launch(6, 1000, "float64")
-        yield Launch(6, 9000, "float64", x="heads")
+            launch = Launch(m, n, **VARIANTS[k % len(VARIANTS)])  # type: ignore[arg-type]
+            yield launch if belongs(group, launch) else launch._replace(dtype="bfloat16")
+    yield from OTHERS[group]
+
+
+def belongs(group: str, launch: Launch) -> bool:
+    """Whether the launch runs the kernels of its group, by the launch settings. (A split row whose x is frozen needs no
+    exchange, and takes those of "slices".)"""
+    n, dtype = launch.n, getattr(torch, launch.dtype)
+    chunks = settings.backward_chunk_settings(n, dtype) if dtype != torch.float64 else None
+    parts = settings.parts_of(n, chunks) if chunks is not None else 0
+    may_split = dtype != torch.float64
+    match group:
+        case "forward":
+            return n <= settings.forward_settings(n, dtype).block
+        case "forward_wide":
+            split = may_split and settings.forward_split_settings(n, dtype) is not None
+            return not split and n > settings.forward_settings(n, dtype).block
+        case "split_forward":
+            return may_split and settings.forward_split_settings(n, dtype) is not None
+        case "backward":
+            return not parts and settings.backward_settings(n, dtype) is not None
+        case "chunks":
+            return parts == 1
+        case "clusters":
+            return parts > 1
+        case "split_backward":
+            return may_split and not parts and settings.backward_split_settings(n, dtype) is not None
+    return True
 
 
 @triton.jit
@@ -92,12 +149,45 @@ def run_planted() -> None:
 
 def run(group: str, shard: int, shards: int) -> None:
     """Launches a group's share, results held against the plain torch kernels on the CPU."""
-    assert gpu.multiprocessors(torch.device(DEVICE)) >= 1  # it is there, to be replaced
-    gpu.multiprocessors = lambda device: MULTIPROCESSORS  # type: ignore[assignment]
+    pretend(FOR_SPLIT_ROWS if group.startswith("split") else MULTIPROCESSORS)
     torch.manual_seed(0)
-    for launch in list(launches(group))[shard::shards]:
-        _run(group, launch)
+    if group == "sums":
+        for p, n in SUMS[shard::shards]:
+            _sum(p, n)
+    else:
+        for launch in list(launches(group))[shard::shards]:
+            _run(group, launch)
     print(f"{group}: all launches done, results right")
+
+
+def pretend(multiprocessors: int) -> None:
+    """That the GPU has so many multiprocessors, and room for few clusters."""
+    assert callable(gpu.multiprocessors) and callable(gpu_chunks.most_clusters)  # they are there, to be replaced
+    most_clusters = gpu_chunks.most_clusters
+
+    def few_clusters(*arguments: Any, **options: Any) -> int:
+        return min(CLUSTERS, most_clusters(*arguments, **options))
+
+    gpu.multiprocessors = lambda device: multiprocessors  # type: ignore[assignment]
+    gpu_chunks.most_clusters = few_clusters
+
+
+def _sum(p: int, n: int) -> None:
+    """The sum of partial rows that the kernel before it writes: it may be launched before that one has ended."""
+    drawn = torch.randn(p, n)
+    source, partial = drawn.to(DEVICE), torch.empty(p, n, device=DEVICE)
+    for dtype in (torch.bfloat16, torch.float32):
+        dw = torch.empty(n, dtype=dtype, device=DEVICE)
+        torch.mul(source, 2, out=partial)
+        gpu.sum_partials(partial, dw)
+        _check(f"sums, {p}x{n}", "dW", (2 * drawn).double().sum(0).to(dtype), dw, 1e-2 if dw.itemsize == 2 else 1e-5)
+
+
+def _check(what: str, name: str, expected: Tensor, found: Tensor, limit: float) -> None:
+    expected, found = expected.double(), found.cpu().double()
+    off = (expected - found).norm() / expected.norm().clamp_min(1e-30)
+    if not off <= limit:
+        raise SystemExit(f"{what}: {name} is off by {off:.3g}")
 
 
 def _run(group: str, launch: Launch) -> None:
@@ -114,20 +204,19 @@ def _run(group: str, launch: Launch) -> None:
         return torch.empty(shape, dtype=of), torch.empty(shape, dtype=of, device=DEVICE)
 
     def check(name: str, expected: Tensor, found: Tensor) -> None:
-        expected, found = expected.double(), found.cpu().double()
-        off = (expected - found).norm() / expected.norm().clamp_min(1e-30)
-        limit = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4, "float64": 1e-10}[launch.dtype]
-        # With one column dX is the rounding error of a zero.
-        if not off <= limit and not (name == "dX" and n == 1):
-            raise SystemExit(f"{group}, {launch}: {name} is off by {off:.3g}")
+        if not (name == "dX" and n == 1):  # with one column dX is the rounding error of a zero
+            limit = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4, "float64": 1e-10}[launch.dtype]
+            _check(f"{group}, {launch}", name, expected, found, limit)
 
     y, yc = both(m, n, of=dtype)
     rstd, rstdc = both(m)
     options = (1e-6, launch.offset, launch.mode)
     cpu.forward(x, weight, *options, y, rstd)
-    if group in ("forward", "split_forward"):
-        gpu.forward(xc, w, *options, yc, rstdc)
-        check("y", y, yc), check("rstd", rstd, rstdc)
+    if "forward" in group:
+        gpu.forward(xc, w, *options, yc, rstdc if launch.rstd else None)
+        check("y", y, yc)
+        if launch.rstd:
+            check("rstd", rstd, rstdc)
         return
     total, totalc = both(m)
     if group == "slices":

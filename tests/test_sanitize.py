@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install meshnorm[triton]")
+
+from meshnorm.kernels import exchange, gpu, gpu_chunks, gpu_split
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 NAMES = ("sanitize_launches", "sanitize")
@@ -44,7 +48,16 @@ def test_every_kernel_of_the_package_is_watched(sanitize: ModuleType) -> None:
                 assert line.removeprefix("def ").split("(")[0] in names
 
 
-@pytest.mark.parametrize("group", ["forward", "backward", "slices", "split_forward", "split_backward"])
+SIX = ("forward", "statistic", "apply", "backward", "backward_statistic", "backward_apply")
+SPLIT = ["split_forward", "split_backward"]
+KINDS = ["forward", "forward_wide", "backward", "chunks", "clusters", "slices", *SPLIT]
+
+
+def test_the_groups_are_those_that_are_tested_here(launching: ModuleType) -> None:
+    assert sorted(launching.GROUPS) == sorted([*KINDS, "sums"])
+
+
+@pytest.mark.parametrize("group", KINDS)
 def test_a_group_has_masks_strides_frozen_tensors_and_missing_weights(launching: ModuleType, group: str) -> None:
     launches = list(launching.launches(group))
     assert len({launch.n for launch in launches}) >= 4 and any(launch.n % 2 for launch in launches)
@@ -54,11 +67,91 @@ def test_a_group_has_masks_strides_frozen_tensors_and_missing_weights(launching:
     assert {"bfloat16", "float16", "float32"} <= {launch.dtype for launch in launches}
 
 
+class Launched(NamedTuple):
+    kernel: str
+    groups: int  # of programs that share a row: single ones, clusters, or those of a split row
+    cluster: int
+    rows: int | None  # of x; None for the sum of partial rows
+
+
+@pytest.fixture
+def launched(launching: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Launched]]:
+    """What a group launches where the device is an H200: nothing is run, and no result looked at."""
+    seen: list[Launched] = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: tuple, **options: Any) -> None:
+        name, names = kernel.fn.__name__, kernel.arg_names
+        rows = arguments[names.index("M")] if "M" in names else None
+        share_a_row = constants[names.index("PARTS") - len(arguments)] if "split" in name else 1
+        seen.append(Launched(name, grid[0] // share_a_row, options.get("cluster", 1), rows))
+
+    for module in (gpu, gpu_chunks, gpu_split):
+        monkeypatch.setattr(module, "launch", launch)
+        monkeypatch.setattr(module, "has_ptx", lambda device: True)
+    for module in (gpu, gpu_chunks):
+        monkeypatch.setattr(module, "has_clusters", lambda device: True)
+    monkeypatch.setattr(gpu, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gpu, "_shared_memory", lambda device: 227 * 1024)
+    monkeypatch.setattr(gpu_chunks, "most_clusters", lambda *arguments, **options: 66 // options["cluster"])
+    monkeypatch.setattr(
+        gpu_split, "workspace", lambda device: exchange.Workspace(torch.empty(2), torch.empty(1, dtype=torch.int64))
+    )
+    monkeypatch.setattr(launching, "DEVICE", "cpu")
+    monkeypatch.setattr(launching, "_check", lambda *arguments: None)
+    nothing = SimpleNamespace(**dict.fromkeys(SIX, lambda *arguments: None))
+    monkeypatch.setattr(launching, "cpu", nothing)
+    monkeypatch.setattr(torch, "randn", torch.empty)  # a tenth of the time
+
+    def of(group: str) -> list[Launched]:
+        seen.clear()
+        launching.run(group, 0, 1)
+        return list(seen)
+
+    return of
+
+
+OF_SLICES = {"statistic_kernel", "apply_kernel", "backward_statistic_kernel", "backward_apply_kernel"}
+RUN = {
+    "forward": {"forward_kernel"},
+    "forward_wide": {"forward_wide_kernel"},
+    "backward": {"backward_kernel", "sum_partials_kernel"},
+    "chunks": {"backward_chunks_kernel", "sum_partials_kernel"},
+    "clusters": {"backward_chunks_kernel", "sum_partials_kernel"},
+    "slices": {*OF_SLICES, "sum_partials_kernel"},
+    "split_forward": {"forward_split_kernel"},
+    # Where x is frozen a split row needs no exchange.
+    "split_backward": {"backward_split_kernel", "backward_apply_kernel", "sum_partials_kernel"},
+    "sums": {"sum_partials_kernel"},
+}
+
+
+@pytest.mark.parametrize("group", RUN)
+def test_a_group_runs_its_kernels_and_no_others(launched: Callable[[str], list[Launched]], group: str) -> None:
+    assert {each.kernel for each in launched(group)} == RUN[group]
+
+
+def test_every_kernel_of_the_package_runs_in_some_group(sanitize: ModuleType) -> None:
+    assert set.union(*RUN.values()) == set(sanitize.kernel_names()) - {"planted_kernel"}
+
+
+def test_rows_in_chunks_run_in_one_program_and_in_clusters_of_every_kind(
+    launched: Callable[[str], list[Launched]],
+) -> None:
+    found = {group: [each for each in launched(group) if each.rows is not None] for group in ("chunks", "clusters")}
+    assert {each.cluster for each in found["chunks"]} == {1}
+    assert {2, 3, 4, 8, 16} <= {each.cluster for each in found["clusters"]}
+
+
+@pytest.mark.parametrize("group", ["backward", "chunks", "clusters", *SPLIT])
+def test_programs_go_through_several_rows(launched: Callable[[str], list[Launched]], group: str) -> None:
+    persistent = [each for each in launched(group) if each.rows is not None]
+    several = [each for each in persistent if 2 * each.groups <= each.rows]  # type: ignore[operator]
+    assert len(several) > len(persistent) / 2
+
+
 def test_rows_keep_their_strides_on_the_way_to_the_device(
     launching: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     monkeypatch.setattr(launching, "DEVICE", "cpu")
     for kind in ("contiguous", "heads", "transposed", "expanded", "one_row", "odd"):
         x = launching.rows(kind, 12, 10, torch.float32)
