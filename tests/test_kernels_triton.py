@@ -162,7 +162,7 @@ class TestGpu(KernelRunner):
     kernels = gpu
     device = "cuda"
 
-    @pytest.mark.parametrize("n", [128, 1002, 5120, 40000])
+    @pytest.mark.parametrize("n", [128, 1002, 1536, 2560, 5120, 18432, 40000, 65536])
     def test_bits_do_not_depend_on_rows_nor_alignment(self, n: int) -> None:
         case = Case(4099, n)
         exact = Exact(case, "cuda")
@@ -202,16 +202,18 @@ class TestGpu(KernelRunner):
         for m in (1, 9, 300):
             self.check(Case(m, n, dtype=dtype))
 
-    def test_split_rows_have_the_same_bits_each_time_and_with_any_number_of_rows(self) -> None:
-        case = Case(700, 65536)
+    @pytest.mark.parametrize("n", [18432, 65536, 131072])
+    def test_split_rows_have_the_same_bits_each_time(self, n: int) -> None:
+        case = Case(700, n)
         exact = Exact(case, "cuda")
         first = self.split_results(case, exact)
         for _ in range(20):
             for a, b in zip(first, self.split_results(case, exact), strict=True):
                 assert torch.equal(a, b)
 
-    def test_split_rows_on_two_streams_at_once(self) -> None:
-        cases = [Case(500, 65536), Case(301, 131072)]
+    @pytest.mark.parametrize("widths", [(131072, 262144), (24576, 65536), (65536, 131072)], ids=str)
+    def test_split_rows_on_two_streams_at_once(self, widths: tuple[int, int]) -> None:
+        cases = [Case(500, widths[0]), Case(301, widths[1])]
         exacts = [Exact(case, "cuda") for case in cases]
         expected = [self.split_results(case, exact) for case, exact in zip(cases, exacts, strict=True)]
         streams = [torch.cuda.Stream(), torch.cuda.Stream()]

@@ -551,4 +551,4 @@ def test_a_profiler_of_triton_s_sees_every_launch() -> None:
     finally:
         knobs.runtime.launch_enter_hook.remove(watch)
     rms_norm(x)
-    assert seen == ["forward_kernel"] * 2
+    assert seen == ["forward_wide_kernel"] * 2

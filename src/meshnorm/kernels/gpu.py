@@ -72,12 +72,14 @@ def forward(
         return
     tile = settings or forward_settings(n, x.dtype)
     view = row_view(x)
+    whole = n <= tile.block
+    shape = (tile.rows, tile.block) if whole else (tile.block, tile.held)
     _launch(
-        forward_kernel if n <= tile.block else forward_wide_kernel,
-        (_ceil(view.m, tile.rows),),
+        forward_kernel if whole else forward_wide_kernel,
+        (_ceil(view.m, tile.rows) if whole else view.m,),
         tile,
         (x, weight, y, rstd, view.m, view.b, view.stride_a, view.stride_b, n),
-        (view.unit, view.flat, view.int64, n, eps, offset, mode, tile.rows, tile.block, has_ptx(x.device)),
+        (view.unit, view.flat, view.int64, n, eps, offset, mode, *shape, has_ptx(x.device)),
     )
 
 
@@ -329,7 +331,9 @@ def _fitting_stages(stages: int, per_sm: int, stage_bytes: int, shared_memory: i
     return max(1, min(stages, 1 + (shared_memory - 8192) // per_sm // stage_bytes))
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], tile: RowSettings, arguments: tuple, constants: tuple) -> None:
+def _launch(
+    kernel: Any, grid: tuple[int, ...], tile: RowSettings | PersistentSettings, arguments: tuple, constants: tuple
+) -> None:
     # An AMD wavefront is twice as wide as a warp, and a program has 1024 threads at most.
     launch(kernel, grid, arguments, constants, num_warps=min(tile.warps, 16) if torch.version.hip else tile.warps)
 

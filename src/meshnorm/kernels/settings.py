@@ -20,17 +20,22 @@ import torch
 @dataclass(frozen=True)
 class RowSettings:
     """A program's tile: ``rows`` × ``block`` elements, on ``warps`` warps. A row wider than ``block`` is worked through
-    in chunks of ``block`` columns."""
+    in chunks of ``block`` columns, the first ``held`` of which stay in registers."""
 
     rows: int
     block: int
     warps: int
+    held: int = 0
 
 
 @dataclass(frozen=True)
-class PersistentSettings(RowSettings):
-    """A tile of a persistent program: up to ``per_sm`` programs a multiprocessor, up to ``stages`` tiles in flight."""
+class PersistentSettings:
+    """A tile of a persistent program, as of ``RowSettings``: up to ``per_sm`` programs a multiprocessor, up to
+    ``stages`` tiles in flight."""
 
+    rows: int
+    block: int
+    warps: int
     per_sm: int
     stages: int
 
@@ -72,7 +77,9 @@ FORWARD = (
     (7168, RowSettings(rows=1, block=2048, warps=8)),  # 99% at 7168
     (20480, RowSettings(rows=1, block=4096, warps=16)),  # 100% at 8192, 98-99% at 12288, 16384 and 18432
     (32768, RowSettings(rows=1, block=8192, warps=32)),  # 98%; 16 warps 90%
-    (65536, RowSettings(rows=1, block=32768, warps=32)),  # 93%; chunks of 16384 90%, split over programs 88%
+    # One program to a multiprocessor, whose L1 cache holds what the registers do not.
+    (65536, RowSettings(rows=1, block=16384, warps=32, held=1)),  # 95%; none held 93%, half of the row 95%
+    (131072, RowSettings(rows=1, block=32768, warps=32, held=2)),  # 89%; split 86-87%, none held 81%
 )
 # float32 rows from 12288 columns on: 101% at 16384 (4096 columns on 16 warps 94%), 95% at 32768.
 FORWARD_32 = (
@@ -81,8 +88,10 @@ FORWARD_32 = (
 )
 # Beyond, where rows are not split (float64, other vendors). 61-63% at 131072.
 FORWARD_WIDE = RowSettings(rows=1, block=8192, warps=16)
-# 86% at 131072. Over the programs of a cluster 85% at the most, read once and held in registers, or read twice.
+# Rows wider still. At 131072 86-87%; over the programs of a cluster 85% at the most, read once or twice.
 FORWARD_SPLIT = SplitSettings(rows=1, block=4096, warps=4, per_sm=4, stages=3, lookahead=2)
+# 90% at 65536, 91% at 131072. On 4 warps the registers do not suffice: 40%.
+FORWARD_SPLIT_32 = SplitSettings(rows=1, block=4096, warps=8, per_sm=2, stages=3, lookahead=2)
 
 # Backward in one pass. Few programs with many loads in flight beat many with few: 1 to 2 a multiprocessor and 3 to 5
 # stages 93-95%, 2 to 4 programs and 3 stages 78-92%.
@@ -134,7 +143,7 @@ SUM_PROGRAMS = 512
 SUM_WARPS = 4
 
 
-Settings = TypeVar("Settings", bound=RowSettings)
+Settings = TypeVar("Settings", RowSettings, PersistentSettings)
 
 
 def _step(ladder: tuple[tuple[int, Settings], ...], n: int, dtype: torch.dtype) -> Settings | None:
@@ -176,7 +185,9 @@ def _widest_backward(dtype: torch.dtype) -> int:
 @functools.cache
 def forward_split_settings(n: int, dtype: torch.dtype) -> SplitSettings | None:
     """None: one program a row is as good."""
-    return FORWARD_SPLIT if n > (FORWARD_32 if dtype == torch.float32 else FORWARD)[-1][0] else None
+    if dtype == torch.float32:
+        return FORWARD_SPLIT_32 if n > FORWARD_32[-1][0] else None
+    return FORWARD_SPLIT if n > FORWARD[-1][0] else None
 
 
 def parts_of(n: int, settings: ChunkSettings) -> int:

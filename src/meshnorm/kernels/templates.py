@@ -13,7 +13,9 @@ from torch import Tensor
 
 def template(tensor: Tensor) -> Tensor:
     """What ``torch.empty_like`` makes contiguous tensors of, of the shape, dtype and device of ``tensor``: one number,
-    expanded, which takes no memory."""
+    expanded, which takes no memory. (Of one number itself a real one: ``empty_like`` would keep strides of 0.)"""
+    if tensor.numel() == 1:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return _number(tensor.dtype, tensor.device).expand(tensor.shape)
 
 

@@ -68,28 +68,61 @@ def forward_wide_kernel(
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
     MODE: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Rows of any width in chunks of BLOCK columns. The first HELD chunks are read once and held in registers, the
+    others are read twice: the second time from a cache, which is asked to keep them until then."""
+    ACC: tl.constexpr = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
+    row = tile_rows(tl.program_id(0), 1, INT64_ROWS)
+    x_row = X + row_offsets(row, B, stride_a, stride_b, UNIT, FLAT)
+    y_row = Y + row.to(tl.int64) * N
+    held = [load_held(x_row, k, N, BLOCK) for k in (0, 1, 2, 3)[:HELD]]
+    squares = tl.zeros([BLOCK], ACC)
+    for start in tl.range(HELD * BLOCK, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = widened(tl.load(x_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_last"), ACC, PTX)
+        squares = tl.fma(x, x, squares)
+    for k in tl.static_range(HELD):
+        x_held = widened(held[k], ACC, PTX, PTX)
+        squares = tl.fma(x_held, x_held, squares)
+    rstd = reciprocal_root(mean(tl.sum(squares, axis=0), hidden_size) + EPS)
+    if RSTD is not None:
+        tl.store(RSTD + row, tl.zeros([1], ACC) + rstd)
+    for k in tl.static_range(HELD):
+        store_normalized(y_row, widened(held[k], ACC, PTX, PTX), rstd, W, k * BLOCK, N, OFFSET, MODE, BLOCK, PTX)
+    for start in tl.range(HELD * BLOCK, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        again = widened(tl.load(x_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_first"), ACC, PTX)
+        store_normalized(y_row, again, rstd, W, start, N, OFFSET, MODE, BLOCK, PTX)
+
+
+@triton.jit
+def load_held(x_row, k: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Chunk k of a row."""
+    cols = k * BLOCK + tl.arange(0, BLOCK)
+    return tl.load(x_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def store_normalized(
+    y_row,
+    x,
+    rstd,
+    W,
+    start,
+    N: tl.constexpr,
+    OFFSET: tl.constexpr,
+    MODE: tl.constexpr,
     BLOCK: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Rows of any width, read twice: the second time from a cache, which is asked to keep them until then."""
-    ACC: tl.constexpr = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
-    rows = tile_rows(tl.program_id(0), ROWS, INT64_ROWS)
-    row_mask = rows < M
-    x_rows = X + row_offsets(rows, B, stride_a, stride_b, UNIT, FLAT)[:, None]
-    y_rows = Y + rows.to(tl.int64)[:, None] * N
-    total = sum_of_squares(x_rows, row_mask, N, ROWS, BLOCK, ACC, PTX, "evict_last")
-    rstd = reciprocal_root(mean(total, hidden_size) + EPS)
-    if RSTD is not None:
-        tl.store(RSTD + rows, rstd, mask=row_mask)
-    for start in tl.range(0, N, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        col_mask = cols < N
-        mask = row_mask[:, None] & col_mask[None, :]
-        x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-        scale = load_scale(W, cols, col_mask, OFFSET, ACC)[None, :]
-        y = normalized(widened(x, ACC, PTX), rstd[:, None], scale, MODE, Y.dtype.element_ty, PTX)
-        tl.store(y_rows + cols[None, :], y, mask=mask, eviction_policy="evict_first")
+    """The columns of y from ``start`` on."""
+    cols = start + tl.arange(0, BLOCK)
+    scale = load_scale(W, cols, cols < N, OFFSET, x.dtype)
+    y = normalized(x, rstd, scale, MODE, y_row.dtype.element_ty, PTX)
+    tl.store(y_row + cols, y, mask=cols < N, eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -112,7 +145,7 @@ def statistic_kernel(
     rows = tile_rows(tl.program_id(0), ROWS, INT64_ROWS)
     row_mask = rows < M
     x_rows = X + row_offsets(rows, B, stride_a, stride_b, UNIT, FLAT)[:, None]
-    total = sum_of_squares(x_rows, row_mask, N, ROWS, BLOCK, TOTAL.dtype.element_ty, PTX, "")
+    total = sum_of_squares(x_rows, row_mask, N, ROWS, BLOCK, TOTAL.dtype.element_ty, PTX)
     tl.store(TOTAL + rows, total, mask=row_mask)
 
 
@@ -166,15 +199,13 @@ def sum_of_squares(
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
     PTX: tl.constexpr,
-    EVICTION: tl.constexpr,
 ):
     """Chunks of BLOCK columns are added elementwise, in order, then along the row."""
     squares = tl.zeros([ROWS, BLOCK], ACC)
     for start in tl.range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         mask = row_mask[:, None] & (cols < N)[None, :]
-        x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0, eviction_policy=EVICTION)
-        x = widened(x, ACC, PTX)
+        x = widened(tl.load(x_rows + cols[None, :], mask=mask, other=0.0), ACC, PTX)
         squares = tl.fma(x, x, squares)
     return tl.sum(squares, axis=1)
 
