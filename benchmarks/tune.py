@@ -42,7 +42,7 @@ from meshnorm.kernels import gpu, gpu_split
 from meshnorm.kernels import settings as ladders
 from meshnorm.kernels.settings import ChunkSettings, PersistentSettings, RowSettings, SplitSettings
 
-Settings: TypeAlias = "RowSettings | ChunkSettings"
+Settings: TypeAlias = "RowSettings | PersistentSettings | ChunkSettings"
 
 # Rows of bfloat16; wider dtypes have fewer, so that a tensor stays as large.
 SHAPES = (
@@ -157,7 +157,7 @@ class Subject:
     present: Callable[[int, torch.dtype], Settings | None]
 
 
-def present_forward(n: int, dtype: torch.dtype) -> RowSettings:
+def present_forward(n: int, dtype: torch.dtype) -> RowSettings | SplitSettings:
     """As ``gpu.forward`` chooses."""
     return ladders.forward_split_settings(n, dtype) or ladders.forward_settings(n, dtype)
 
@@ -193,7 +193,7 @@ def candidates(subject: Subject, n: int, dtype: torch.dtype, most: int) -> list[
         return []
     others: list[Settings] = []
     if subject.name == "forward":
-        others = [*other_forwards(n)]
+        others = [*other_forwards(n, dtype)]
     elif subject.name == "backward":
         others = [*other_backwards(n, dtype)]
     others = [each for each in dict.fromkeys(others) if each != now and is_sensible(subject.name, each, n, dtype)]
@@ -204,7 +204,7 @@ def candidates(subject: Subject, n: int, dtype: torch.dtype, most: int) -> list[
     return [*dict.fromkeys([now, *others, *found])][:most]
 
 
-def other_forwards(n: int) -> Iterator[RowSettings]:
+def other_forwards(n: int, dtype: torch.dtype) -> Iterator[RowSettings | SplitSettings]:
     whole = 1 << (n - 1).bit_length()
     if n > 512:
         if whole <= 32768:
@@ -213,7 +213,7 @@ def other_forwards(n: int) -> Iterator[RowSettings]:
             if n <= 8 * block < 8 * n:
                 yield RowSettings(1, block, max(4, min(32, block // 256)))
     if n > 8192:
-        yield ladders.FORWARD_SPLIT
+        yield ladders.FORWARD_SPLIT_32 if dtype == torch.float32 else ladders.FORWARD_SPLIT
 
 
 def other_backwards(n: int, dtype: torch.dtype) -> Iterator[PersistentSettings | ChunkSettings]:
@@ -249,8 +249,11 @@ def neighbours(name: str, base: Settings, n: int, changes: int) -> Iterator[Sett
     if isinstance(base, ChunkSettings):
         steps["chunk"] = (base.chunk // 2, base.chunk * 2)  # as many columns: see below
     else:
-        steps["rows"] = () if isinstance(base, SplitSettings) else (base.rows // 2, base.rows * 2)
+        one_row = isinstance(base, SplitSettings) or (name == "forward" and base.block < n)
+        steps["rows"] = () if one_row else (base.rows // 2, base.rows * 2)
         steps["block"] = (base.block // 2, base.block * 2) if base.block < n or name == "sum_partials" else ()
+        if name == "forward" and isinstance(base, RowSettings) and base.block < n:
+            steps["held"] = (base.held - 1, base.held + 1)
     if isinstance(base, SplitSettings):
         steps["lookahead"] = (3 - base.lookahead,)
     if isinstance(base, PersistentSettings | ChunkSettings):
@@ -274,6 +277,9 @@ def is_sensible(name: str, s: Settings, n: int, dtype: torch.dtype) -> bool:
     elements = s.rows * s.block / (s.warps * 32)  # of a tile, to a thread
     if not (s.rows >= 1 and 1 <= elements <= 64):
         return False
+    if isinstance(s, RowSettings):
+        registers = s.block * (1 + s.held * dtype.itemsize / 4)  # of squares and of what is held
+        return 0 <= s.held <= 4 and s.held * s.block <= n and (not s.held or registers <= REGISTERS)
     if isinstance(s, PersistentSettings):
         read = dtype.itemsize * (1 if name == "forward" else 2)
         pipelined = s.rows * s.block * read * (s.stages - 1) * s.per_sm

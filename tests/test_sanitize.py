@@ -123,6 +123,10 @@ def test_rows_in_chunks_run_in_one_program_and_in_clusters_of_every_kind(
     assert {2, 3, 4, 8, 16} <= found["clusters"]
 
 
+def test_wide_rows_are_read_twice_whole_and_but_for_a_part(launched: Callable[[str], list[Asked]]) -> None:
+    assert {0, 1, 2} <= {each.constants["HELD"] for each in launched("forward_wide")}
+
+
 @pytest.mark.parametrize("group", ["backward", "chunks", "clusters", *SPLIT])
 def test_programs_go_through_several_rows(launched: Callable[[str], list[Asked]], group: str) -> None:
     persistent = [rows_and_groups(each) for each in launched(group) if "M" in each.arguments]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshnorm.kernels import settings
-from meshnorm.kernels.settings import ChunkSettings, RowSettings
+from meshnorm.kernels.settings import ChunkSettings, PersistentSettings, RowSettings
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 # Of an H200's multiprocessor; in shared memory 227 KiB, of which a program takes 1 and something for its sums.
@@ -36,7 +36,7 @@ def widths() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("ladder", LADDERS, ids=["forward", "forward fp32", "backward"])
-def test_a_ladder_climbs(ladder: tuple[tuple[int, RowSettings], ...]) -> None:
+def test_a_ladder_climbs(ladder: tuple[tuple[int, RowSettings | PersistentSettings], ...]) -> None:
     ends = [end for end, _ in ladder]
     assert ends == sorted(set(ends))
     blocks = [s.block for _, s in ladder]
@@ -114,7 +114,8 @@ def test_the_forward_holds_a_narrow_row_whole_and_reads_a_wide_one_in_chunks(dty
             assert n <= chosen.block
         else:
             assert chosen.rows == 1 and is_power_of_2(chosen.block)
-            assert chosen.block < 2 * n  # no chunk is only padding
+            assert chosen.block < 2 * n
+            assert 0 <= chosen.held <= 4 and chosen.held * chosen.block < n  # the kernel counts to 4; none only padding
         split = settings.forward_split_settings(n, dtype)
         assert split is None or split.block < n
 
