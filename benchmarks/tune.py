@@ -407,7 +407,8 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def words(settings: Settings) -> str:
-    given = ", ".join(f"{field.name}={getattr(settings, field.name)}" for field in fields(settings))
+    values = ((field, getattr(settings, field.name)) for field in fields(settings))
+    given = ", ".join(f"{field.name}={value}" for field, value in values if value != field.default)
     return f"{type(settings).__name__}({given})"
 
 
