@@ -153,13 +153,12 @@ def main() -> int:
     tools, groups = options.tools.split(","), options.groups.split(",")
     with ThreadPoolExecutor(options.parallel) as pool:
         shards = -(-options.parallel // len(groups))
-        first = list(
-            pool.map(lambda g: plain(*g, options.limit), [(g, i, shards) for g in groups for i in range(shards)])
-        )
+        shares = [(group, i) for group in reversed(groups) for i in range(shards)]
+        first = list(pool.map(lambda share: plain(share[0], share[1], shards, options.limit), shares))
         chosen = filters(sanitizer)
         work = [(tool, group) for group in reversed(groups) for tool in tools]  # the slow ones first
         work += [(tool, PLANTED) for tool in tools if tool in SEES_PLANTED]
-        found = list(pool.map(lambda w: sanitized(sanitizer, *w, chosen, options.limit), work))
+        found = list(pool.map(lambda w: sanitized(sanitizer, w[0], w[1], chosen, options.limit), work))
     told = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout
     version = re.search(r"[Vv]ersion \S+", told)
     heading = (

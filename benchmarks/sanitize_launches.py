@@ -23,9 +23,9 @@ from meshnorm.kernels import cpu, gpu, gpu_chunks, settings
 PLANTED = "planted errors"
 DEVICE = "cuda"
 # The launches believe in a few multiprocessors and clusters only, so that each program goes through several rows. The
-# programs of a split row wait for one another: there must be enough for a row of 131072 columns, and few enough that
+# programs of a split row wait for one another: there must be enough for a row of 262144 columns, and few enough that
 # all are resident even though instrumented ones take more room.
-MULTIPROCESSORS, FOR_SPLIT_ROWS = 8, 16
+MULTIPROCESSORS, FOR_SPLIT_ROWS = 8, 32
 CLUSTERS = 3
 
 # Each step of the ladders of settings.py, full and with columns left over.
@@ -35,9 +35,9 @@ WIDTHS = {
     "chunks": (1501, 1536, 2500, 2560, 2888, 3072),  # and 5120 in float32
     "slices": (1, 17, 100, 200, 1000, 2048, 4096, 5120, 12288, 20001),
     "clusters": (16384, 17000, 18432, 20001, 24576, 40000, 49152, 65536),  # of 2, 3, 3, 4, 4, 5, 8 and 8 programs
-    "forward_wide": (1000, 1024, 2048, 2880, 4096, 5120, 8192, 12288, 16384, 17001, 20001, 32768, 65536),
+    "forward_wide": (1000, 1024, 2048, 2880, 4096, 5120, 8192, 12288, 17001, 20001, 32768, 40001, 65536, 70001, 131072),
     "backward": (*NARROW, 1000, 1024, 2048, 4096, 4097, 7168, 8192, 12288),
-    "split_forward": (65544, 70001, 98304, 131072),
+    "split_forward": (131080, 140001, 196608, 262144),
     "split_backward": (65544, 70001, 98304, 131072),
 }
 GROUPS = ("sums", *WIDTHS)  # the slow ones last
@@ -70,7 +70,8 @@ OTHERS = {
     "forward": (Launch(6, 100, "float64"), Launch(200, 500, "float32", x="odd")),
     "forward_wide": (
         Launch(6, 1000, "float64"),
-        Launch(6, 40000, "float64", x="heads"),  # wider than the ladder
+        Launch(6, 40000, "float64", x="heads"),
+        Launch(6, 70001, "float64"),  # wider than the ladder
         Launch(6, 16384, "float32"),
         Launch(6, 20001, "float32", x="odd"),
     ),
@@ -88,7 +89,7 @@ OTHERS = {
         Launch(12, 65536, "float32"),  # 16
     ),
     "slices": (Launch(6, 1000, "float64"), Launch(6, 9000, "float64", x="heads")),
-    "split_forward": (Launch(6, 40000, "float32"),),
+    "split_forward": (Launch(6, 40000, "float32"), Launch(6, 65544, "float32", x="heads")),
     "split_backward": (Launch(6, 65544, "float32"),),
 }
 # Partial rows × columns: fewer rows than are added at a time, as many, more; a width for each step of ``sum_settings``.
@@ -224,7 +225,8 @@ def _run(group: str, launch: Launch) -> None:
         gpu.statistic(xc, totalc)
         check("statistic", total, totalc)
         gpu.apply(xc, w, totalc, n, *options, yc, rstdc)
-        check("y", y, yc), check("rstd", rstd, rstdc)
+        check("y", y, yc)
+        check("rstd", rstd, rstdc)
     rstdc = rstd.to(DEVICE)
     dx, dxc = both(m, n, of=dtype)
     dw, dwc = both(n, of=dtype if weight is None else weight.dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshnorm import kernels, ops
-from meshnorm.kernels import gpu, launching, replay
+from meshnorm.kernels import exchange, gpu, gpu_chunks, gpu_split, launching, replay
 
 
 class Launch(NamedTuple):
@@ -84,3 +84,36 @@ def with_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(replay, "current_device", lambda: driver.device)
     monkeypatch.setattr(replay, "current_stream", lambda device: driver.stream)
     return driver
+
+
+class Asked(NamedTuple):
+    """A launch, its arguments by their names."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+
+def what_an_h200_is_asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
+    """A list that each launch is added to, instead of being done: with the settings and grids of an H200, whatever the
+    device of the tensors is."""
+    asked: list[Asked] = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: tuple, **options: Any) -> None:
+        names, count = kernel.arg_names, len(arguments)
+        named = dict(zip(names, arguments, strict=False)), dict(zip(names[count:], constants, strict=True))
+        asked.append(Asked(kernel.fn.__name__, grid, *named, options))
+
+    for module in (gpu, gpu_chunks, gpu_split):
+        monkeypatch.setattr(module, "launch", launch)
+        monkeypatch.setattr(module, "has_ptx", lambda device: True)
+    for module in (gpu, gpu_chunks):
+        monkeypatch.setattr(module, "has_clusters", lambda device: True)
+    monkeypatch.setattr(gpu, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gpu, "_shared_memory", lambda device: 227 * 1024)
+    monkeypatch.setattr(gpu_chunks, "most_clusters", lambda *arguments, **options: 132 // options["cluster"])
+    space = exchange.Workspace(torch.empty(2, dtype=torch.int32), torch.empty(1, dtype=torch.int64))
+    monkeypatch.setattr(gpu_split, "workspace", lambda device: space)
+    return asked

@@ -18,6 +18,7 @@ if not CUDA:
 pytest.importorskip("triton", reason="Triton is not installed: pip install meshnorm[triton]")
 
 import triton.language as tl  # noqa: E402
+from fake_driver import what_an_h200_is_asked  # noqa: E402
 from kernel_cases import Case, Exact, KernelPromises, KernelRunner, empty, rows  # noqa: E402
 
 from meshnorm import kernels  # noqa: E402
@@ -104,6 +105,37 @@ def test_partial_rows_stay_below_3_percent_of_x_where_they_can_fill_most_of_the_
     assert gpu.program_count(tiles=32768, chunks=1, per_sm=2, sms=132, allowed=491) == 264
     assert gpu.program_count(tiles=8192, chunks=1, per_sm=1, sms=132, allowed=122) == 122
     assert gpu.program_count(tiles=512, chunks=1, per_sm=2, sms=132, allowed=7) == 132
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chunks_cover_a_row_and_each_program_of_a_cluster_has_columns(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = what_an_h200_is_asked(monkeypatch)
+    for n in (1025, 1536, 2059, 2880, 4097, 5120, 5121, 8193, 12289, 12300, 17001, 18432, 24577, 49153, 65535, 65536):
+        if settings.backward_chunk_settings(n, dtype) is None:
+            continue
+        x = torch.empty(1, 1, 1, dtype=dtype).expand(1, 40, n)
+        gpu.backward(x, x, None, torch.empty(1, 40), 0.0, torch.empty(1, dtype=dtype), None)
+        launched = asked.pop()
+        parts, width = launched.constants["PARTS"], launched.constants["WIDTH"]
+        chunk, chunks = launched.constants["CHUNK"], launched.constants["CHUNKS"]
+        assert launched.options["cluster"] == parts
+        assert (parts - 1) * width < n <= parts * width and width % 8 == 0  # rows stay aligned
+        assert (chunks - 1) * chunk < width <= chunks * chunk and chunks <= 8
+
+
+@pytest.mark.parametrize(("n", "per_sm", "dtype"), [(1536, 8, torch.bfloat16), (5120, 2, torch.float32)])
+def test_registers_are_bounded_so_that_all_programs_of_a_multiprocessor_fit(
+    n: int, per_sm: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = what_an_h200_is_asked(monkeypatch)
+    x = torch.empty(1, 1, 1, dtype=dtype).expand(1, 5000, n)
+    gpu.backward(x, x, None, torch.empty(1, 5000), 0.0, torch.empty(1, dtype=dtype), None)
+    (launched,) = asked
+    assert launched.grid == (132 * per_sm,)
+    threads = 32 * launched.options["num_warps"] * per_sm
+    assert 0.9 * 65536 < threads * launched.options["maxnreg"] <= 65536
 
 
 def test_inputs_are_never_read_more_widely_than_outputs_are_written() -> None:

@@ -7,14 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install meshnorm[triton]")
 
-from meshnorm.kernels import exchange, gpu, gpu_chunks, gpu_split
+from fake_driver import Asked, what_an_h200_is_asked
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 NAMES = ("sanitize_launches", "sanitize")
@@ -67,47 +66,26 @@ def test_a_group_has_masks_strides_frozen_tensors_and_missing_weights(launching:
     assert {"bfloat16", "float16", "float32"} <= {launch.dtype for launch in launches}
 
 
-class Launched(NamedTuple):
-    kernel: str
-    groups: int  # of programs that share a row: single ones, clusters, or those of a split row
-    cluster: int
-    rows: int | None  # of x; None for the sum of partial rows
-
-
 @pytest.fixture
-def launched(launching: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Launched]]:
+def launched(launching: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Asked]]:
     """What a group launches where the device is an H200: nothing is run, and no result looked at."""
-    seen: list[Launched] = []
-
-    def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: tuple, **options: Any) -> None:
-        name, names = kernel.fn.__name__, kernel.arg_names
-        rows = arguments[names.index("M")] if "M" in names else None
-        share_a_row = constants[names.index("PARTS") - len(arguments)] if "split" in name else 1
-        seen.append(Launched(name, grid[0] // share_a_row, options.get("cluster", 1), rows))
-
-    for module in (gpu, gpu_chunks, gpu_split):
-        monkeypatch.setattr(module, "launch", launch)
-        monkeypatch.setattr(module, "has_ptx", lambda device: True)
-    for module in (gpu, gpu_chunks):
-        monkeypatch.setattr(module, "has_clusters", lambda device: True)
-    monkeypatch.setattr(gpu, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(gpu, "_shared_memory", lambda device: 227 * 1024)
-    monkeypatch.setattr(gpu_chunks, "most_clusters", lambda *arguments, **options: 66 // options["cluster"])
-    monkeypatch.setattr(
-        gpu_split, "workspace", lambda device: exchange.Workspace(torch.empty(2), torch.empty(1, dtype=torch.int64))
-    )
+    asked = what_an_h200_is_asked(monkeypatch)
     monkeypatch.setattr(launching, "DEVICE", "cpu")
     monkeypatch.setattr(launching, "_check", lambda *arguments: None)
-    nothing = SimpleNamespace(**dict.fromkeys(SIX, lambda *arguments: None))
-    monkeypatch.setattr(launching, "cpu", nothing)
+    monkeypatch.setattr(launching, "cpu", SimpleNamespace(**dict.fromkeys(SIX, lambda *arguments: None)))
     monkeypatch.setattr(torch, "randn", torch.empty)  # a tenth of the time
 
-    def of(group: str) -> list[Launched]:
-        seen.clear()
+    def of(group: str) -> list[Asked]:
+        asked.clear()
         launching.run(group, 0, 1)
-        return list(seen)
+        return list(asked)
 
     return of
+
+
+def rows_and_groups(asked: Asked) -> tuple[int, int]:
+    """M, and how many groups of programs share the rows: single programs, clusters, or those of a split row."""
+    return asked.arguments["M"], asked.grid[0] // (asked.constants["PARTS"] if "split" in asked.kernel else 1)
 
 
 OF_SLICES = {"statistic_kernel", "apply_kernel", "backward_statistic_kernel", "backward_apply_kernel"}
@@ -126,7 +104,7 @@ RUN = {
 
 
 @pytest.mark.parametrize("group", RUN)
-def test_a_group_runs_its_kernels_and_no_others(launched: Callable[[str], list[Launched]], group: str) -> None:
+def test_a_group_runs_its_kernels_and_no_others(launched: Callable[[str], list[Asked]], group: str) -> None:
     assert {each.kernel for each in launched(group)} == RUN[group]
 
 
@@ -135,18 +113,24 @@ def test_every_kernel_of_the_package_runs_in_some_group(sanitize: ModuleType) ->
 
 
 def test_rows_in_chunks_run_in_one_program_and_in_clusters_of_every_kind(
-    launched: Callable[[str], list[Launched]],
+    launched: Callable[[str], list[Asked]],
 ) -> None:
-    found = {group: [each for each in launched(group) if each.rows is not None] for group in ("chunks", "clusters")}
-    assert {each.cluster for each in found["chunks"]} == {1}
-    assert {2, 3, 4, 8, 16} <= {each.cluster for each in found["clusters"]}
+    found = {
+        group: {each.options["cluster"] for each in launched(group) if "chunks" in each.kernel}
+        for group in ("chunks", "clusters")
+    }
+    assert found["chunks"] == {1}
+    assert {2, 3, 4, 8, 16} <= found["clusters"]
+
+
+def test_wide_rows_are_read_twice_whole_and_but_for_a_part(launched: Callable[[str], list[Asked]]) -> None:
+    assert {0, 1, 2} <= {each.constants["HELD"] for each in launched("forward_wide")}
 
 
 @pytest.mark.parametrize("group", ["backward", "chunks", "clusters", *SPLIT])
-def test_programs_go_through_several_rows(launched: Callable[[str], list[Launched]], group: str) -> None:
-    persistent = [each for each in launched(group) if each.rows is not None]
-    several = [each for each in persistent if 2 * each.groups <= each.rows]  # type: ignore[operator]
-    assert len(several) > len(persistent) / 2
+def test_programs_go_through_several_rows(launched: Callable[[str], list[Asked]], group: str) -> None:
+    persistent = [rows_and_groups(each) for each in launched(group) if "M" in each.arguments]
+    assert sum(rows >= 2 * groups for rows, groups in persistent) > len(persistent) / 2
 
 
 def test_rows_keep_their_strides_on_the_way_to_the_device(
