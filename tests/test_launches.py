@@ -11,8 +11,8 @@ from meshnorm.formula import reference_backward, reference_forward
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
-# One width for each kind of kernel. Backward: many rows a program, one in chunks, one whole, one over a cluster, the last
-# two split over programs. Forward: many rows a program, then rows read twice, of the widest a part; the last one split.
+# One width for each kind of kernel. Backward: many rows a program, one in chunks, one whole, one over a cluster, the
+# last two split over programs. Forward: many rows a program, then rows read twice, of the widest a part; the last split.
 KINDS = (128, 2880, 8192, 18432, 131072, 262144)
 
 

@@ -19,8 +19,8 @@ from meshnorm import rms_norm
 pytestmark = pytest.mark.gpu
 F32, BF16 = torch.float32, torch.bfloat16
 PARTIALS = 0.03  # of x: what the backward may need beside dX and dW
-# One width for each kind of kernel. Backward: many rows a program, one in chunks, one whole, one over a cluster, the last
-# two split over programs. Forward: many rows a program, then rows read twice, of the widest a part; the last one split.
+# One width for each kind of kernel. Backward: many rows a program, one in chunks, one whole, one over a cluster, the
+# last two split over programs. Forward: many rows a program, then rows read twice, of the widest a part; the last split.
 KINDS = (128, 2880, 8192, 18432, 131072, 262144)
 
 
