@@ -120,6 +120,7 @@ def test_candidates_are_the_present_settings_and_others_that_fit(tune: ModuleTyp
                 assert len(set(others)) == len(others) <= 23
                 assert all(tune.is_sensible(name, each, n, dtype) for each in others)
                 assert others or n == 1
+                assert all(0 <= getattr(each, "held", 0) <= 4 for each in others)  # the kernel counts to 4
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class ChunkSettings:
 
 
 # Percentages are of the copy bandwidth measured in the same run: one H200, torch 2.11, Triton 3.6, bfloat16, cold L2,
-# kernels alone, 2026-11-30 (benchmarks/tune.py holds each against its neighbours and the other kernels again).
+# kernels alone, 2026-11-30 (benchmarks/results/h200_sweep_2026-11-30.txt).
 FORWARD = (
     (16, RowSettings(rows=256, block=16, warps=4)),
     (32, RowSettings(rows=128, block=32, warps=4)),
