@@ -7,9 +7,11 @@ import csv
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -321,6 +323,28 @@ def test_a_gpu_run_takes_graph_host_and_memory_figures_too(tmp_path: Path) -> No
         assert line["reason"] == ""
         assert all(float(line[name]) > 0 for name in ("device_us", "host_us", "peak_mib", "percent_of_copy"))
         assert (line["graph_us"] != "") == (line["m"] == "64")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent as on POSIX")
+def test_an_interrupted_run_keeps_what_it_has_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    from meshnorm.benching import measure as room
+
+    whole = room.measure
+
+    def ended_early(*args: object) -> Iterator[Result]:
+        for count, result in enumerate(whole(*args)):  # type: ignore[arg-type]
+            if count == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(10)
+            yield result
+
+    monkeypatch.setattr(room, "measure", ended_early)
+    file = tmp_path / "found.csv"
+    shapes = ["--shapes", "64x32,32x64", "--providers", "meshnorm,eager"]
+    assert main(["bench", "--quick", *shapes, "--csv", str(file)]) == 1
+    assert len(file.read_text().splitlines()) == 3
+    assert "interrupted" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is not signal.default_int_handler
 
 
 def test_the_module_runs_from_the_command_line() -> None:

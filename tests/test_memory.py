@@ -31,6 +31,13 @@ def _seeded(request: pytest.FixtureRequest):
     torch.cuda.empty_cache()  # tests run beside one another
 
 
+@pytest.fixture(autouse=True)
+def _backward_in_this_thread():
+    """Autograd's own thread lets go of a gradient some time after it was returned, as much as another test later."""
+    with torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
 def rows_of(n: int, dtype: torch.dtype) -> int:
     """About 2²⁷ elements in bf16, so many bytes in any dtype."""
     return 2**28 // n // dtype.itemsize

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,10 +66,14 @@ def run(options: argparse.Namespace) -> int:
     providers, missing = find_providers(names, job.device)
     if not providers:
         raise OptionError("--providers: none can run here; " + "; ".join(f"{n}: {why}" for n, why in missing.items()))
-    results, copy_gb_s = _measured(job, providers, options.baseline)
+    with _interruptible():
+        results, copy_gb_s, complete = _measured(job, providers, options.baseline)
     console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200)
     _report(console, results, missing, job, copy_gb_s, options)
-    return 1 if any(r.provider == "meshnorm" and r.device_us is None for r in results) else 0
+    if not complete:
+        print("meshnorm bench was interrupted: what it had timed by then is above", file=sys.stderr)
+    failed = any(r.provider == "meshnorm" and r.device_us is None for r in results)
+    return 1 if failed or not complete else 0
 
 
 def job_of(options: argparse.Namespace) -> Job:
@@ -120,30 +127,56 @@ def _check_outputs(options: argparse.Namespace) -> None:
         commit_of(options.baseline)
 
 
-def _measured(job: Job, providers: Sequence[Any], baseline: str | None) -> tuple[list[Result], float]:
-    """Results, and the copy bandwidth in GB/s: the better of one before and one after."""
+def _measured(job: Job, providers: Sequence[Any], baseline: str | None) -> tuple[list[Result], float, bool]:
+    """Results; the copy bandwidth in GB/s, the better of one before and one after; and whether nobody interrupted."""
     from meshnorm.benching.measure import measure
     from meshnorm.benching.timing import copy_bandwidth
     from meshnorm.benching.warming import units, warm_up
 
-    if job.device == "cuda":
-        names = [provider.name for provider in providers]
-        for _ in _with_progress(warm_up(job, names), len(units(job, names)), "compiling", "{0} {1}x{2}"):
-            pass
-    before = copy_bandwidth(job.device, 4 * job.rep_ms)
-    total = len(job.shapes) * len(providers) * len(job.passes)
-    results = list(_with_progress(measure(job, providers), total, "timing", "{0.provider} {0.m}x{0.n} {0.which}"))
-    if baseline is not None:
-        from meshnorm.benching.baseline import measure_baseline
+    bandwidth = copy_bandwidth(job.device, 4 * job.rep_ms)
+    results: list[Result] = []
+    try:
+        if job.device == "cuda":
+            names = [provider.name for provider in providers]
+            for _ in _with_progress(warm_up(job, names), len(units(job, names)), "compiling", "{0} {1}x{2}"):
+                pass
+        total = len(job.shapes) * len(providers) * len(job.passes)
+        timed = _with_progress(measure(job, providers), total, "timing", "{0.provider} {0.m}x{0.n} {0.which}")
+        for result in timed:
+            results.append(result)
+        if baseline is not None:
+            from meshnorm.benching.baseline import measure_baseline
 
-        results += measure_baseline(job, baseline)
-    return results, max(before, copy_bandwidth(job.device, 4 * job.rep_ms))
+            results += measure_baseline(job, baseline)
+    except KeyboardInterrupt:
+        return results, bandwidth, False
+    return results, max(bandwidth, copy_bandwidth(job.device, 4 * job.rep_ms)), True
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """A run that is told to end, by ``timeout`` for one, ends as by Ctrl-C: with what it has found."""
+    try:
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    except ValueError:  # not in the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _with_progress(items: Iterable[Any], total: int, title: str, words: str) -> Iterable[Any]:
-    """A bar where a person looks; ``words`` says what the last item was, which a tuple gives as {0}, {1}, …"""
+    """A bar where a person looks, else a line for each tenth; ``words`` says what the last item was, which a tuple
+    gives as {0}, {1}, …"""
     if find_spec("tqdm") is None or not sys.stderr.isatty():
-        yield from items
+        began, steps = time.monotonic(), max(1, total // 10)
+        for done, item in enumerate(items, 1):
+            if done % steps == 0 or done == total:
+                what = words.format(*item if isinstance(item, tuple) else (item,))
+                print(f"{title} {done}/{total} {time.monotonic() - began:.0f} s {what}", file=sys.stderr, flush=True)
+            yield item
         return
     from tqdm import tqdm
 
