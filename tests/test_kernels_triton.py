@@ -22,7 +22,7 @@ from fake_driver import what_an_h200_is_asked  # noqa: E402
 from kernel_cases import Case, Exact, KernelPromises, KernelRunner, empty, rows  # noqa: E402
 
 from meshnorm import kernels  # noqa: E402
-from meshnorm.kernels import gpu, row_views, settings  # noqa: E402
+from meshnorm.kernels import gpu, gpu_chunks, row_views, settings  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 # The rows that fill up a tile are computed like any other, and never stored; NumPy remarks on their 1/0.
@@ -123,6 +123,18 @@ def test_chunks_cover_a_row_and_each_program_of_a_cluster_has_columns(
         assert launched.options["cluster"] == parts
         assert (parts - 1) * width < n <= parts * width and width % 8 == 0  # rows stay aligned
         assert (chunks - 1) * chunk < width <= chunks * chunk and chunks <= 8
+
+
+@pytest.mark.parametrize(("n", "dtype"), [(18432, torch.bfloat16), (65536, torch.bfloat16), (65536, torch.float32)])
+def test_a_gpu_that_refuses_clusters_of_a_size_splits_over_independent_programs(
+    n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = what_an_h200_is_asked(monkeypatch)
+    monkeypatch.setattr(gpu_chunks, "most_clusters", lambda *arguments, **options: 0)
+    x = torch.empty(1, 1, 1, dtype=dtype).expand(1, 40, n)
+    dw = torch.empty(n, dtype=dtype)
+    gpu.backward(x, x, None, torch.empty(1, 40), 0.0, torch.empty(1, dtype=dtype), dw)
+    assert [each.kernel for each in asked] == ["backward_split_kernel", "sum_partials_kernel"]
 
 
 @pytest.mark.parametrize(("n", "per_sm", "dtype"), [(1536, 8, torch.bfloat16), (5120, 2, torch.float32)])

@@ -139,8 +139,11 @@ def backward(
     rest."""
     n = x.shape[2]
     chunks = settings or backward_chunk_settings(n, x.dtype)
-    if isinstance(chunks, ChunkSettings) and can_chunk(x.device, x.dtype, n, chunks):
-        _launch_chunk_gradients(dy, x, weight, rstd, offset, dx, dw, chunks)
+    if (
+        isinstance(chunks, ChunkSettings)
+        and can_chunk(x.device, x.dtype, n, chunks)
+        and _launch_chunk_gradients(dy, x, weight, rstd, offset, dx, dw, chunks)
+    ):
         return
     assert not isinstance(settings, ChunkSettings)
     split = backward_split_settings(n, x.dtype) if settings is None and can_split(x.device, x.dtype) else None
@@ -251,23 +254,25 @@ def _launch_chunk_gradients(
     dx: Tensor | None,
     dw: Tensor | None,
     tile: ChunkSettings,
-) -> None:
+) -> bool:
+    """Whether it could be done: see ``backward_chunks``."""
     if dx is None and dw is None:
-        return
+        return True
     own = torch.empty_like(dx) if dx is not None and dx.data_ptr() % 16 else dx  # as in _launch_gradients
     allowed = _allowed_partials(x, rstd) if dw is not None else None
     rows = x.shape[0] * x.shape[1]
     stage = tile.chunk * tile.chunks * (x.element_size() + dy.element_size())
-    partial = backward_chunks(
+    done, partial = backward_chunks(
         *(dy, x, weight, rstd, offset, own, dw is not None, tile),
         _fitting_stages(tile.stages, tile.per_sm, stage, _shared_memory(x.device)),
         multiprocessors(x.device),
         lambda resident, per_sm: program_count(rows, 1, per_sm, resident, allowed),
     )
-    if dx is not None and own is not None and own is not dx:
+    if done and dx is not None and own is not None and own is not dx:
         dx.copy_(own)
     if dw is not None and partial is not None:
         sum_partials(partial, dw)
+    return done
 
 
 def _launch_split_gradients(

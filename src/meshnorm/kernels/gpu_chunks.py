@@ -33,9 +33,10 @@ def backward_chunks(
     stages: int,
     multiprocessors: int,
     programs: Callable[[int, int], int],
-) -> Tensor | None:
-    """dX unless it is None, and the partial rows of dW where it is needed. ``programs(n, per_sm)`` says how many
-    programs, or clusters, are to be used of ``n · per_sm`` that run at once."""
+) -> tuple[bool, Tensor | None]:
+    """(True, the partial rows of dW or None), dX being written unless it is None; (False, None) and nothing done where
+    the device has no clusters of this size. ``programs(n, per_sm)`` says how many programs, or clusters, are to be used
+    of ``n · per_sm`` that run at once."""
     n = x.shape[2]
     dyv, xv = row_view(dy), row_view(x)
     parts = parts_of(n, settings)
@@ -56,7 +57,10 @@ def backward_chunks(
     else:
         # How many clusters run at once depends on the kernel alone, for which one partial row is as good as many.
         one = torch.empty(1, n, dtype=rstd.dtype, device=x.device) if needs_dw else None
-        groups = programs(most_clusters(backward_chunks_kernel, arguments(one), constants, **options), 1)
+        resident = most_clusters(backward_chunks_kernel, arguments(one), constants, **options)
+        if resident == 0:
+            return False, None
+        groups = programs(resident, 1)
     partial = scratch((groups, n), rstd.dtype, x.device) if needs_dw else None
     launch(backward_chunks_kernel, (groups,), arguments(partial), constants, **options)
-    return partial
+    return True, partial
