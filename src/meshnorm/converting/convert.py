@@ -98,7 +98,7 @@ def _judged(
     where: Callable[[str, nn.Module], bool] | None,
     known: dict[tuple[Any, ...], Recipe | Refused],
 ) -> Recipe | Refused:
-    if isinstance(module, RMSNorm):
+    if isinstance(module, RMSNorm) or type(module).__module__.partition(".")[0] == "meshnorm":
         return Refused("it is meshnorm's already")
     if is_converted(module):
         return Refused("it is converted already")
