@@ -34,11 +34,9 @@ class Converted:
         if len(args) + len(named) == 1:
             x = args[0] if args else named.get(recipe.argument)
             if isinstance(x, Tensor):
-                weight = None if recipe.weight is None else getattr(self, recipe.weight)
-                way = recipe.way(x, weight)
-                if way is not None:
-                    eps = recipe.eps if recipe.eps_name is None else getattr(self, recipe.eps_name)
-                    return _computed(recipe, way[0], x if way[0] != RAISED else x.to(way[1]), weight, eps)
+                y = computed(self, recipe, x)
+                if y is not None:
+                    return y
         return super().forward(*args, **named)  # type: ignore[misc]
 
     def extra_repr(self) -> str:
@@ -52,14 +50,21 @@ class Converted:
         return _restored, (self._meshnorm_original,), self.__dict__.copy()
 
 
-def _computed(recipe: Recipe, way: str, x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
+def computed(module: Any, recipe: Recipe, x: Tensor) -> Tensor | None:
+    """The module's y by its recipe; None where dtypes meet that have no way."""
+    weight = None if recipe.weight is None else getattr(module, recipe.weight)
+    found = recipe.way(x, weight)
+    if found is None:
+        return None
+    way, dtype = found
+    x = x.to(dtype) if way == RAISED else x
     shape = recipe.normalized_shape
     if shape is None:
         shape = tuple(x.shape[-1:]) if weight is None else tuple(weight.shape)
     y = rms_norm(
         x,
         None if way == APART else weight,
-        eps,
+        recipe.eps if recipe.eps_name is None else getattr(module, recipe.eps_name),
         offset=recipe.offset,
         casting_mode=recipe.casting_mode,
         normalized_shape=shape,
