@@ -154,3 +154,26 @@ def _context_parallel() -> None:
 
 def test_context_parallel_equals_one_process(pool2) -> None:
     pool2.run(_context_parallel)
+
+
+def _ddp() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = mesh_for((("dp", 2),))
+    whole, x = _model(), torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1))
+    whole(x).square().mean().backward()
+    rank = mesh.get_local_rank()
+    for converts_first in (True, False):
+        model = copy.deepcopy(whole)
+        model.zero_grad()
+        if converts_first:
+            meshnorm.convert(model)
+        wrapped = DistributedDataParallel(model)
+        if not converts_first:
+            assert len(meshnorm.convert(wrapped).swapped) == 5
+        wrapped(x[2 * rank : 2 * rank + 2]).square().mean().backward()
+        _assert_close(_gradients(model), _gradients(whole))
+
+
+def test_ddp_and_conversion_compose_in_either_order(pool2) -> None:
+    pool2.run(_ddp)
