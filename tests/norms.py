@@ -79,6 +79,13 @@ class ConstantEpsNorm(LlamaNorm):
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1.5625e-7)).to(hidden_states)
 
 
+class WideUnderAutocastNorm(GemmaStyleNorm):
+    """Under autocast y is float32, as torch's own norm gives it on CUDA."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float() if torch.is_autocast_enabled("cpu") else x)
+
+
 class WeightlessNorm(nn.Module):
     def __init__(self, eps: float = 1e-6) -> None:
         super().__init__()
@@ -156,10 +163,10 @@ class DetachedStatisticNorm(LlamaNorm):
         return self.weight * (hidden_states * torch.rsqrt(mean + self.variance_epsilon))
 
 
-class NoisyInTrainingNorm(LlamaNorm):
+class OtherwiseInEvaluationNorm(LlamaNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         y = super().forward(hidden_states)
-        return y * 1.25 if self.training else y
+        return y if self.training else y * 1.25
 
 
 class ChannelsFirstNorm(LlamaNorm):

@@ -21,11 +21,11 @@ from norms import (
     GemmaStyleNorm,
     GroupedNorm,
     LlamaNorm,
-    NoisyInTrainingNorm,
     NoneStyleNorm,
     OddOffsetNorm,
     OffsetInHalfNorm,
     OtherwiseIn4DNorm,
+    OtherwiseInEvaluationNorm,
     RootAndDivisionNorm,
     RoundedStatisticNorm,
     SumNorm,
@@ -34,6 +34,7 @@ from norms import (
     Unnamed,
     UnusedBufferNorm,
     WeightlessNorm,
+    WideUnderAutocastNorm,
 )
 from torch import Tensor, nn
 
@@ -172,7 +173,7 @@ def test_in_bfloat16_gradients_are_no_further_from_float64_than_the_norms_own() 
         (lambda: RoundedStatisticNorm(24), "in bfloat16 it rounds where none of the casting modes does"),
         (lambda: OffsetInHalfNorm(24), "in bfloat16 it rounds where none of the casting modes does"),
         (lambda: DetachedStatisticNorm(24), "the gradient of its x is not that of"),
-        (lambda: NoisyInTrainingNorm(24), "it does not compute|adds about"),
+        (lambda: OtherwiseInEvaluationNorm(24), "it does not compute"),
         (lambda: ChannelsFirstNorm(24), r"its forward fails on a float32 tensor of shape \(1, 4, 22, 24\)"),
         (lambda: OtherwiseIn4DNorm(24), "for an x of 4 dims it computes something other"),
         (lambda: OddOffsetNorm(24), "it adds about 0.3 to its weight"),
@@ -209,17 +210,26 @@ def test_an_attribute_changed_later_counts() -> None:
     assert torch.equal(norm(x), meshnorm.rms_norm(x, norm.weight, 0.5))
 
 
-def test_autocast_gives_what_it_gave() -> None:
-    x = torch.randn(5, 24)
-    for make in (lambda: LlamaNorm(24), lambda: nn.RMSNorm(24)):
+def test_an_attribute_that_is_not_read_does_not_count() -> None:
+    norm, x = _drawn(ConstantEpsNorm(24, 1.5625e-7)), torch.randn(5, 24) * 1e-3
+    expected = norm(x)
+    meshnorm.convert(norm)
+    norm.variance_epsilon = 0.5
+    torch.testing.assert_close(norm(x), expected)
+
+
+def test_autocast_gives_what_it_gave(monkeypatch) -> None:
+    x, calls = torch.randn(5, 24), _ours(monkeypatch)
+    for make in (lambda: LlamaNorm(24), lambda: nn.RMSNorm(24), lambda: WideUnderAutocastNorm(24)):
         norm = _drawn(make())
         for inputs in (x, x.bfloat16()):
+            calls.clear()
             with torch.autocast("cpu", torch.bfloat16):
                 expected = norm(inputs)
                 meshnorm.convert(norm)
                 found = norm(inputs)
                 meshnorm.revert(norm)
-            assert found.dtype == expected.dtype
+            assert found.dtype == expected.dtype and len(calls) == 1
             torch.testing.assert_close(found, expected, rtol=1e-2 if found.dtype != torch.float32 else 1e-5, atol=1e-6)
 
 

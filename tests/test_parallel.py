@@ -131,6 +131,10 @@ def _layouts() -> None:
     torch.testing.assert_close(y, expected.chunk(2, 1)[mesh.get_local_rank()])
     with pytest.raises(PlacementError, match=r"last dim has size 12, but rank \d of 2 holds 6 of 12 columns"):
         norm(x)
+    uneven = parallelize_module(meshnorm.RMSNorm(11, eps=1e-6), mesh, HiddenParallel())
+    y = uneven(x[:, :11].chunk(2, 1)[mesh.get_local_rank()])
+    assert y.shape == (4, 11)
+    torch.testing.assert_close(y.full_tensor(), meshnorm.rms_norm(x[:, :11]))
     frozen = meshnorm.RMSNorm(12)
     frozen.weight.requires_grad_(False)
     assert not parallelize_module(frozen, mesh, HiddenParallel()).weight.requires_grad

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,15 +14,6 @@ from torch import Tensor, nn
 
 from meshnorm.functional import DTYPES
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 # The width of a probe of a norm that holds no tensor and takes any width.
 _WIDTH = 48
 _INTERNAL = frozenset(vars(nn.Module())) | {"_is_hf_initialized"}
@@ -64,12 +54,12 @@ class Shell:
         return found
 
     def __call__(self, x: Tensor, tensor: Tensor | None, **attributes: Any) -> Tensor:
-        """y of x, with ``tensor`` as the module's and ``attributes`` in place of its own. Raises Refused."""
+        """y of x, with ``tensor`` as the module's and ``attributes`` in place of its own. Raises Refused.
+
+        The class's forward is called, not the module: no hook runs.
+        """
         copied = object.__new__(type(self.module))
         state = dict(vars(self.module))
-        for hooks in _HOOKS:
-            if hooks in state:
-                state[hooks] = OrderedDict()
         for group in ("_parameters", "_buffers"):
             state[group] = {name: tensor if name == self.tensor else held for name, held in state[group].items()}
         copied.__dict__.update(state | attributes)
