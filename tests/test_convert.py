@@ -37,6 +37,7 @@ from norms import (
     WideUnderAutocastNorm,
 )
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import meshnorm
 from meshnorm.converting import converted
@@ -474,6 +475,23 @@ def test_mixed_dtypes_compile_whole(make) -> None:
     torch.testing.assert_close(y, norm(x))
     y.sum().backward()
     assert x.grad.dtype == torch.bfloat16 and norm.weight.grad.dtype == torch.float32
+
+
+def test_layers_compiled_one_by_one_share_their_code_as_before() -> None:
+    counts = []
+    for converts in (False, True):
+        torch.compiler.reset()
+        layers = nn.ModuleList(nn.Sequential(LlamaNorm(24), nn.Linear(24, 24)) for _ in range(10))
+        if converts:
+            meshnorm.convert(layers)
+            layers = copy.deepcopy(layers)  # each with a recipe of its own
+        counter = CompileCounterWithBackend("aot_eager")
+        x = torch.randn(5, 24)
+        for layer in layers:
+            layer.compile(backend=counter, fullgraph=True)
+            x = layer(x)
+        counts.append(counter.frame_count)
+    assert counts[1] == counts[0] < 10
 
 
 def test_it_exports() -> None:

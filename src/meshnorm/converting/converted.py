@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshnorm.converting.promoted import scaled
 from meshnorm.converting.recipe import APART, RAISED, Recipe
 from meshnorm.functional import rms_norm
 
@@ -71,7 +72,7 @@ def computed(module: Any, recipe: Recipe, x: Tensor) -> Tensor | None:
         hidden=recipe.hidden,
         weight_grad=recipe.weight_grad,
     )
-    return weight * y if way == APART and weight is not None else y
+    return scaled(y, weight, recipe.weight_grad) if way == APART and weight is not None else y
 
 
 def described(recipe: Recipe) -> str:
