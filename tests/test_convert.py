@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import pickle
 import re
@@ -421,6 +422,13 @@ def test_a_norm_that_someone_has_replaced_is_left() -> None:
     assert left.reason.startswith("its forward was replaced on the instance")
 
 
+def test_forward_has_the_signature_it_had() -> None:
+    norm = LlamaNorm(24)
+    before = inspect.signature(type(norm).forward)
+    meshnorm.convert(norm)
+    assert inspect.signature(type(norm).forward) == before and list(before.parameters) == ["self", "hidden_states"]
+
+
 def test_wrong_calls_are_told_as_before() -> None:
     norm = LlamaNorm(24)
     messages = []
@@ -475,6 +483,9 @@ def test_mixed_dtypes_compile_whole(make) -> None:
     torch.testing.assert_close(y, norm(x))
     y.sum().backward()
     assert x.grad.dtype == torch.bfloat16 and norm.weight.grad.dtype == torch.float32
+    norm.bfloat16()  # T5 has no match for a float32 x then: its own forward is compiled
+    x = torch.randn(5, 24)
+    torch.testing.assert_close(torch.compile(norm, backend="aot_eager", fullgraph=True)(x), norm(x))
 
 
 def test_layers_compiled_one_by_one_share_their_code_as_before() -> None:

@@ -15,6 +15,7 @@ What that keeps, and another way would lose:
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,20 +26,10 @@ from meshnorm.functional import rms_norm
 
 
 class Converted:
-    """The first base of a converted module's class."""
+    """The first base of a converted module's class, which has the other forward (``_converted_class``)."""
 
     _meshnorm_recipe: Recipe
     _meshnorm_original: type[nn.Module]
-
-    def forward(self, *args: Any, **named: Any) -> Any:
-        recipe = self._meshnorm_recipe
-        if len(args) + len(named) == 1:
-            x = args[0] if args else named.get(recipe.argument)
-            if isinstance(x, Tensor):
-                y = computed(self, recipe, x)
-                if y is not None:
-                    return y
-        return super().forward(*args, **named)  # type: ignore[misc]
 
     def extra_repr(self) -> str:
         text = super().extra_repr()  # type: ignore[misc]
@@ -91,17 +82,31 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _converted_class(original: type[nn.Module]) -> type[nn.Module]:
-    found = _classes.get(original)
-    if found is None:
-        names = {
-            "__doc__": original.__doc__,
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "_meshnorm_original": original,
-        }
-        found = type(original.__name__, (Converted, original), names)
-        _classes[original] = found
-    return found
+    if original in _classes:
+        return _classes[original]
+
+    # Wrapped, so that those who ask for the signature of forward (torchtitan's shardings) see the class's own.
+    @wraps(original.forward)
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        recipe: Recipe = self._meshnorm_recipe
+        if len(args) + len(named) == 1:
+            x = args[0] if args else named.get(recipe.argument)
+            if isinstance(x, Tensor):
+                y = computed(self, recipe, x)
+                if y is not None:
+                    return y
+        return super(made, self).forward(*args, **named)  # type: ignore[misc]
+
+    names = {
+        "forward": forward,
+        "__doc__": original.__doc__,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "_meshnorm_original": original,
+    }
+    made = type(original.__name__, (Converted, original), names)
+    _classes[original] = made
+    return made
 
 
 def _restored(original: type[nn.Module]) -> nn.Module:
