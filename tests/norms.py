@@ -24,6 +24,15 @@ class LlamaNorm(Unnamed):
     """The same under a name that says what it is."""
 
 
+class CachingNorm(LlamaNorm):
+    """Says itself what of it is copied and pickled."""
+
+    cache: Tensor | None = None
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "cache": None}
+
+
 class RootAndDivisionNorm(nn.Module):
     """All in float32, one rounding; the statistic by other instructions than ours."""
 

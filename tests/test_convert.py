@@ -13,6 +13,7 @@ import weakref
 import pytest
 import torch
 from norms import (
+    CachingNorm,
     ChannelsFirstNorm,
     ClampedEpsNorm,
     ConstantEpsNorm,
@@ -401,6 +402,14 @@ def test_a_copy_is_converted_too(copied, monkeypatch) -> None:
         assert meshnorm.revert(twin) == ("",) and type(twin) is type(norm).__mro__[2]
         assert meshnorm.convert(twin).swapped
     assert copied(model)(x).shape == (5, 24)
+
+
+def test_a_class_that_says_what_of_it_is_pickled_is_heard() -> None:
+    norm = _drawn(CachingNorm(24))
+    meshnorm.convert(norm)
+    norm.cache = torch.ones(3)
+    for twin in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert twin.cache is None and meshnorm.revert(twin) and torch.equal(twin.weight, norm.weight)
 
 
 def test_what_a_class_does_with_super_still_works() -> None:

@@ -39,7 +39,8 @@ class Converted:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if "_meshnorm_original" not in type(self).__dict__:  # a subclass that someone made, such as FSDP2's
             return super().__reduce_ex__(protocol)
-        return _restored, (self._meshnorm_original,), self.__dict__.copy()
+        getstate = getattr(self, "__getstate__", None)  # every object has one from Python 3.11 on
+        return _restored, (self._meshnorm_original,), getstate() if getstate else self.__dict__.copy()
 
 
 def computed(module: Any, recipe: Recipe, x: Tensor) -> Tensor | None:
