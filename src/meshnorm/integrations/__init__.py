@@ -1,0 +1,1 @@
+"""One file for each project that meshnorm plugs into, which it imports; nothing here is imported by the rest."""
