@@ -228,6 +228,35 @@ def test_what_compiles_runs_each_shape_once_in_other_processes() -> None:
     assert [unit[3] for unit in done if unit[0] == "liger"] == ["needs a CUDA GPU"] * 2
 
 
+@pytest.mark.parametrize("when", ["compiling", "measuring the copy"])
+def test_an_interrupt_before_anything_is_timed_writes_nothing(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from meshnorm.benching import measure, timing
+
+    def ended(*_: object) -> Iterator[Result]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(*((measure, "measure") if when == "compiling" else (timing, "copy_bandwidth")), ended)
+    file, plot = tmp_path / "found.csv", tmp_path / "found.png"
+    file.write_text("of an earlier run")
+    asked = ["--shapes", "64x32", "--providers", "meshnorm", "--csv", str(file), "--plot", str(plot)]
+    assert main(["bench", "--quick", *asked]) == 1
+    assert file.read_text() == "of an earlier run" and not plot.exists()
+    assert "no file is written" in capsys.readouterr().err
+
+
+def test_an_interrupt_does_not_wait_for_what_still_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = tuple((8, 16 * n) for n in range(1, 40))
+    began = time.monotonic()
+    compiled = warm_up(Job(shapes, "bfloat16", ("forward",), "cpu", 1.0), ["meshnorm"])
+    next(compiled)
+    first = time.monotonic() - began
+    with pytest.raises(KeyboardInterrupt):
+        compiled.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
+    assert time.monotonic() - began < 2 * first + 5
+
+
 # --- another revision ---
 
 

@@ -271,6 +271,21 @@ def _one_dim_of_the_mesh(mesh: DeviceMesh, *shape: int) -> DTensor:
     return _replicated(mesh["tp"], *shape)
 
 
+def _another_shard_order(mesh: DeviceMesh) -> None:
+    """What torch 2.13 can describe, and makes in no public way: tp shards a dim before dp does."""
+    x = _dtensor(mesh, (S0, S0), (8, 6, 8))
+    spec = x._spec
+    if not hasattr(spec, "shard_order"):
+        raise PlacementError("x has no shard_order in this release; redistribute nothing")
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
+
+    rms_norm(x)  # the same call in the mesh's order is remembered
+    rms_norm(x)
+    order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+    other = DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta, shard_order=order)
+    rms_norm(DTensor(x.to_local(), other, requires_grad=False))  # type: ignore[call-arg]
+
+
 ON_RANKS: dict[str, tuple[type[MeshnormError], Callable[[DeviceMesh], None], list[str]]] = {
     "plain_x": (MixedTensorError, _plain_x, ["weight is a DTensor", "x is a plain", "from_local", "to_local()"]),
     "plain_x_in_a_module": (MixedTensorError, _plain_x_in_a_module, ["weight is a DTensor", "from_local"]),
@@ -314,6 +329,12 @@ ON_RANKS: dict[str, tuple[type[MeshnormError], Callable[[DeviceMesh], None], lis
         DeviceError,
         _refused(S0, S2, weight=torch.ones(8, device="meta")),
         ["weight is on meta", "move"],
+    ),
+    "another_shard_order": (PlacementError, _another_shard_order, ["x has", "shard_order", "redistribute"]),
+    "outputs_that_hash_not": (
+        PlacementError,
+        _refused(S0, S2, output_placements=[[S0], 1]),
+        ["output_placements is", "one for each mesh dim"],
     ),
     "output_of_another_length": (
         PlacementError,

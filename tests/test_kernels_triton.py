@@ -22,7 +22,7 @@ from fake_driver import what_an_h200_is_asked  # noqa: E402
 from kernel_cases import Case, Exact, KernelPromises, KernelRunner, empty, rows  # noqa: E402
 
 from meshnorm import kernels  # noqa: E402
-from meshnorm.kernels import gpu, gpu_chunks, row_views, settings  # noqa: E402
+from meshnorm.kernels import gpu, gpu_chunks, launching, row_views, settings  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 # The rows that fill up a tile are computed like any other, and never stored; NumPy remarks on their 1/0.
@@ -159,6 +159,15 @@ def test_inputs_are_never_read_more_widely_than_outputs_are_written() -> None:
     assert row_views.row_view(torch.empty(1, 8, 1004).bfloat16()[:, :, :1000]).unit == 1
     assert row_views.aligned(padded[:, :, :1000]).data_ptr() == padded.data_ptr()
     assert row_views.aligned(padded[:, :, 1:1001]).data_ptr() != padded.data_ptr() + 2
+
+
+def test_ptx_is_for_gpus_that_have_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two numbers are rounded at a time from compute capability 8.0 on."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    for capability, has in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert launching.has_ptx.__wrapped__(torch.device("cuda", 0)) is has
+    assert not launching.has_ptx.__wrapped__(torch.device("cpu"))
 
 
 @pytest.mark.gpu

@@ -196,3 +196,11 @@ def test_a_norm_over_other_dims_is_refused() -> None:
     for norm in (meshnorm.RMSNorm(8), meshnorm.RMSNorm(8, elementwise_affine=False)):
         with pytest.raises(ValueError, match=r"normalized_shape is \(8,\), but x has shape \(5, 16\)"):
             norm(torch.randn(5, 16))
+
+
+def test_symbolic_tracing_takes_the_norm_as_one_call() -> None:
+    """As it takes ``torch.nn.RMSNorm``, into which it does not look either."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), meshnorm.RMSNorm(8, offset=1.0, casting_mode="gemma"))
+    x = torch.randn(3, 8)
+    traced = torch.fx.symbolic_trace(model)
+    assert torch.equal(traced(x), model(x))

@@ -220,10 +220,26 @@ def test_in_place_is_replayed_into_dy(driver) -> None:
     for _ in range(3):
         dy = torch.randn(5, N)
         expected = with_gradients(x, weight, dy)
+        version = dy._version
         got = with_gradients(x, weight, dy, in_place=True)
         assert_same(got, expected)
-        assert got[1].data_ptr() == dy.data_ptr()
+        assert got[1].data_ptr() == dy.data_ptr() and dy._version > version
     assert driver.counts() == (4, 8)
+
+
+def test_autograd_refuses_a_gradient_that_was_written_over_and_an_inference_tensor_is_not(driver) -> None:
+    x = torch.randn(5, N, requires_grad=True)
+    for _ in range(3):
+        dy, scale = torch.randn(5, N), torch.randn(5, N, requires_grad=True)
+        other = (dy * scale).sum()  # saves dY
+        rms_norm(x, in_place=True).backward(dy)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            other.backward()
+        with torch.inference_mode():
+            dy = torch.randn(5, N)
+        before = dy.clone()
+        rms_norm(x, in_place=True).backward(dy)
+        assert torch.equal(dy, before)
 
 
 @pytest.mark.parametrize("version, is_short", [("3.6.0", True), ("3.6.1", True), ("3.7.0", False), ("3.9.0", False)])
@@ -394,16 +410,20 @@ def test_an_error_is_raised_again_and_after_a_good_call(driver) -> None:
         (errors.OptionError, {"output_placements": ()}),
         (errors.NormalizedShapeError, {"normalized_shape": (6,), "weight": None}),
         (errors.NormalizedShapeError, {"normalized_shape": {}, "weight": None}),
+        (errors.NormalizedShapeError, {"normalized_shape": float(N)}),
+        (errors.NormalizedShapeError, {"normalized_shape": (float(N),)}),
+        (errors.EpsError, {"eps": complex(1e-6, 0)}),
     ]
     for error, change in bad:
         messages = set()
         for _ in range(2):
             rms_norm(x, weight)
+            rms_norm(x, weight, normalized_shape=N)
             with pytest.raises(error) as caught:
                 rms_norm(**{"x": x, "weight": weight, **change})
             messages.add(str(caught.value))
         assert len(messages) == 1
-    assert len(functional._known) == 1
+    assert len(functional._known) == 2
 
 
 def test_what_is_remembered_is_bounded(driver, monkeypatch) -> None:
@@ -427,10 +447,12 @@ def test_no_tensor_is_kept_alive(driver) -> None:
     y = rms_norm(x, weight)
     y.backward(torch.ones_like(y))
     rms_norm(x.detach(), weight.detach())
-    gone = [weakref.ref(x), weakref.ref(weight), weakref.ref(y)]
-    del x, weight, y
+    size = torch.tensor(N)
+    rms_norm(x.detach(), weight.detach(), normalized_shape=(size,))  # type: ignore[arg-type]
+    gone = [weakref.ref(x), weakref.ref(weight), weakref.ref(y), weakref.ref(size)]
+    del x, weight, y, size
     gc.collect()
-    assert [each() for each in gone] == [None] * 3
+    assert [each() for each in gone] == [None] * 4
     assert launching.tape.launches is None and not launching.tape.scratch
 
 

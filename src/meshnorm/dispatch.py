@@ -13,6 +13,7 @@ from torch.nn import Parameter
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # FakeTensorMode, CommDebugMode, selective checkpointing, make_fx
 _function_transform = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined] # torch.func.grad, vmap, functionalize
 _is_wrapper = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined] # one may outlive its transform
+is_batched = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined] # of autograd's is_grads_batched=True
 _jit_tracing = torch._C._get_tracing_state  # torch.jit.trace, which would record nothing of a direct kernel call
 
 
@@ -23,7 +24,7 @@ def unobserved(*tensors: Tensor | None) -> bool:
     for tensor in tensors:
         kind = type(tensor)
         if kind is Tensor or kind is Parameter:
-            if tensor.is_meta or _is_wrapper(tensor):  # type: ignore[union-attr]
+            if tensor.is_meta or _is_wrapper(tensor) or is_batched(tensor):  # type: ignore[union-attr]
                 return False
         elif tensor is not None:
             return False

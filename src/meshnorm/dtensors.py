@@ -16,10 +16,12 @@ from torch import Tensor
 
 
 def is_open(x: Any) -> bool:
-    """Whether the parts of the DTensor x are where they are looked for."""
+    """Whether the parts of the DTensor x, no subclass's, are where they are looked for."""
     spec = getattr(x, "_spec", None)
-    return isinstance(getattr(x, "_local_tensor", None), Tensor) and all(
-        hasattr(spec, name) for name in ("mesh", "placements", "tensor_meta")
+    return (
+        type(x).__base__ is Tensor
+        and isinstance(getattr(x, "_local_tensor", None), Tensor)
+        and all(hasattr(spec, name) for name in ("mesh", "placements", "tensor_meta"))
     )
 
 
@@ -31,7 +33,14 @@ def local(x: Any) -> Tensor:
 def layout(x: Any) -> tuple:
     """What distinguishes DTensors of one local tensor. Meshes by identity: of two equal ones one may be flattened."""
     spec = x._spec
-    return id(spec.mesh), spec.placements, spec.tensor_meta.shape
+    return id(spec.mesh), spec.placements, spec.tensor_meta.shape, getattr(spec, "shard_order", None)
+
+
+def shards_in_order(x: Any) -> bool:
+    """Whether mesh dims that shard the same dim of x do so in their own order, as ``placements`` says it. A spec may
+    have another ``shard_order`` (torch 2.13; no public function makes one)."""
+    order = getattr(getattr(x, "_spec", None), "shard_order", None) or ()
+    return all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order)
 
 
 def reusable_spec(x: Any) -> Any:

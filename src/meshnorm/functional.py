@@ -103,7 +103,9 @@ def rms_norm(
     # A call like an earlier one passes the checks as that did.
     dims = tuple(normalized_shape) if type(normalized_shape) is list else normalized_shape
     outputs = tuple(output_placements) if type(output_placements) is list else output_placements
-    options = eps, offset, casting_mode, dims, hidden, weight_grad, outputs, in_place
+    # 8 == 8.0 and 1.0 == 1+0j, of which one is refused: types count.
+    types = type(eps), type(offset), type(dims)
+    options = eps, offset, casting_mode, dims, hidden, weight_grad, outputs, in_place, types
     key, known = None, None
     is_plain = unobserved(x, weight)
     try:
@@ -116,7 +118,7 @@ def rms_norm(
         key = None
     if known is not None:
         return known(x, weight)
-    is_reused = key is not None and not isinstance(eps, Tensor) and not isinstance(offset, Tensor)
+    is_reused = key is not None and all(map(_is_constant, (eps, offset, dims, in_place)))
     if not isinstance(x, Tensor) or not (weight is None or isinstance(weight, Tensor)):
         wrong = "x" if not isinstance(x, Tensor) else "weight"
         raise DTypeError(f"{wrong} is a {type(x if wrong == 'x' else weight).__name__}: pass a torch tensor")
@@ -127,7 +129,7 @@ def rms_norm(
         from meshnorm.routing import encoded
         from meshnorm.sharded import known_norm, sharded_rms_norm
 
-        if output_placements is not None and not isinstance(output_placements, Sequence):
+        if output_placements is not None and not _may_be_placements(output_placements):
             raise PlacementError(
                 f"output_placements is {output_placements!r}: give a sequence of placements, one for each mesh dim"
             )
@@ -148,6 +150,21 @@ def rms_norm(
         return local_rms_norm(x, weight, eps, float(offset), casting_mode, ndim)
     norm = LocalNorm(eps, float(offset), casting_mode, ndim, in_place)
     return (_remembered(key, norm) if is_reused else norm)(x, weight)
+
+
+def _is_constant(option: Any) -> bool:
+    """Whether an option is a value that can neither change nor keep anything alive."""
+    if isinstance(option, tuple):
+        return all(map(_is_constant, option))
+    return option is None or isinstance(option, (bool, int, float))
+
+
+def _may_be_placements(placements: Any) -> bool:
+    """Whether it is a sequence of what can be looked up; the layout says which of them is no placement."""
+    try:
+        return isinstance(placements, Sequence) and hash(tuple(placements)) is not None
+    except TypeError:
+        return False
 
 
 def _dtensor_key(x: Any, weight: Any, options: tuple) -> tuple | None:
@@ -185,7 +202,7 @@ def _check_normalized(x: Tensor, weight: Tensor | None, normalized_shape: int | 
     """How many dims are normalized, all shapes having been checked."""
     if normalized_shape is None:
         shape = tuple(weight.shape) if weight is not None else tuple(x.shape[-1:])
-    elif type(normalized_shape) is tuple:  # as modules hold it
+    elif type(normalized_shape) is tuple and all(type(size) is int for size in normalized_shape):
         shape = normalized_shape
     else:
         try:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from meshnorm import ops
-from meshnorm.dispatch import transformed, unobserved
+from meshnorm.dispatch import is_batched, transformed, unobserved
 from meshnorm.errors import DoubleBackwardError
-from meshnorm.formula import reference_forward
+from meshnorm.formula import reference_backward, reference_forward
 from meshnorm.replayed import Norm
 
 
@@ -64,7 +64,9 @@ def _local_backward(ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, rstd
     needs_dx, needs_dw, _ = ctx.needs_input_grad
     dw_dtype = weight.dtype if needs_dw and weight is not None else x.dtype
     norm = ctx.norm
-    if unobserved(dy, x, weight, rstd):
+    if is_batched(dy):
+        dx, dw = reference_backward(dy, x, weight, norm.eps, norm.offset, norm.ndim)
+    elif unobserved(dy, x, weight, rstd):
         dx, dw = norm.gradients(dy, x, weight, rstd, needs_dx, needs_dw, dw_dtype, norm.in_place)
     else:
         dx, dw = ops.backward.op(dy, x, weight, rstd, norm.offset, norm.ndim, needs_dx, needs_dw, dw_dtype)  # type: ignore[attr-defined]

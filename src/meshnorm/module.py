@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
 
+torch.fx.wrap("rms_norm")  # torch.fx.symbolic_trace takes it as one call; it does not look into torch.nn.RMSNorm either
+
+
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm over the last dims of a plain tensor or of a DTensor in any layout.
 

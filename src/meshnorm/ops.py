@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from meshnorm.dispatch import unobserved
 from meshnorm.kernels import kernels_for
@@ -51,8 +52,9 @@ def _gradients(
     """(dX, dW) to write into, an empty tensor for the one that nobody needs."""
     if not needs_dx:
         dx = x.new_empty(0)
-    elif into_dy and dy.is_contiguous() and dy.dtype == x.dtype and not dy.is_neg():
+    elif into_dy and dy.is_contiguous() and dy.dtype == x.dtype and not dy.is_neg() and not dy.is_inference():
         dx = dy
+        increment_version(dy)  # autograd then refuses what still wants dY as it was
     else:
         dx = empty_like_contiguous(x)
     shape = x.shape[x.ndim - ndim :] if needs_dw else (0,)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from meshnorm import ops
 from meshnorm.kernels import recording
@@ -25,17 +26,17 @@ MISALIGNED = 15  # bits of an address that are zero where it is a multiple of 16
 
 def signature(x: Tensor | None) -> tuple | None:
     """All that decides how a kernel is called with x, but for the address. Raises where x has no strides."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.is_neg())
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.layout, x.is_neg())
 
 
 class Norm:
     """y, rstd and gradients for tensors of one signature, of which the last ``ndim`` dims are normalized."""
 
-    __slots__ = ("_gradients", "_options", "_with_rstd", "_without_rstd", "ndim", "offset")
+    __slots__ = ("_gradients", "_options", "_with_rstd", "_without_rstd", "eps", "ndim", "offset")
 
     def __init__(self, eps: float, offset: float, casting_mode: str, ndim: int) -> None:
         self._options = eps, offset, casting_mode, ndim
-        self.offset, self.ndim = offset, ndim
+        self.eps, self.offset, self.ndim = eps, offset, ndim
         # (replay, templates of the outputs); None before it is recorded, False where it cannot be.
         self._without_rstd: Any = None
         self._with_rstd: Any = None
@@ -86,7 +87,7 @@ class Norm:
 
         Unlike those of the forward, the tensors may be of any signature: hooks on saved tensors may have changed them.
         """
-        wanted = needs_dx, needs_dw, dw_dtype, into_dy
+        wanted = needs_dx, needs_dw, dw_dtype, into_dy and not dy.is_inference()
         key = signature(dy), signature(x), signature(weight), signature(rstd), wanted
         known = self._gradients.get(key)
         if known is not False:
@@ -99,6 +100,8 @@ class Norm:
                 dx = dy if like_dx is None else torch.empty_like(like_dx)
                 dw = torch.empty_like(like_dw)
                 if replay(dy_at, x_at, weight_at, rstd_at, dx.data_ptr(), dw.data_ptr()):
+                    if dx is dy:
+                        increment_version(dy)
                     return dx, dw
         return self._backward(dy, x, weight, rstd, wanted)
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+from meshnorm import dtensors
+from meshnorm.errors import PlacementError
 from meshnorm.layout import Mesh, Placements, Route, WeightPlacement, normalize, route_of
 from meshnorm.meshes import describe
 
@@ -22,6 +24,8 @@ def route_for(
     output_placements: Sequence[Placement] | None,
 ) -> Route:
     """The route of this call. Reads metadata alone, so that a refused call is refused on every rank alike."""
+    check_order(x, "x")
+    check_order(weight, "weight")
     if weight is None:
         weight_placement = None
     elif isinstance(weight, DTensor):
@@ -39,6 +43,14 @@ def route_for(
         None if output_placements is None else tuple(map(_decoded, output_placements)),
         weight is not None and weight.requires_grad,
     )
+
+
+def check_order(tensor: Tensor | None, name: str) -> None:
+    if not dtensors.shards_in_order(tensor):
+        raise PlacementError(
+            f"{name} has a shard_order of its own, in which mesh dims share one tensor dim in another order than the "
+            f"mesh's: redistribute it to its placements in the mesh's order first"
+        )
 
 
 def encoded(placement: Placement) -> str | int:

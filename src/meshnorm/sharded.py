@@ -23,7 +23,7 @@ from meshnorm.layout import Placements, Route, move, normalize
 from meshnorm.local import once_differentiable
 from meshnorm.moving import cut, embedded, local_part, moved, summed, waited, wrapped
 from meshnorm.replayed import Norm
-from meshnorm.routing import route_for
+from meshnorm.routing import check_order, route_for
 
 
 @torch.compiler.allow_in_graph
@@ -269,6 +269,7 @@ def _local_dy(dy: Tensor, norm: ShardedNorm) -> Tensor:
         )
     route, mesh, shape = norm.route, norm.mesh, norm.shape
     _check_mesh(dy, mesh)
+    check_order(dy, "the gradient of y")
     local = norm.part(dy)
     if tuple(dy.placements) == route.y:
         return local

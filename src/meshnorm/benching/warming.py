@@ -37,14 +37,23 @@ def warm_up(job: Job, names: Sequence[str]) -> Iterator[tuple[str, int, int, str
     todo = units(job, names)
     if not todo:
         return
-    with _environment(), ProcessPoolExecutor(_processes(job, len(todo)), multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(_run, job, *unit): unit for unit in todo}
-        for future in as_completed(futures):
-            try:
-                reason = future.result()
-            except BrokenProcessPool as error:
-                reason = in_one_line(error)
-            yield *futures[future], reason
+    with _environment():
+        pool = ProcessPoolExecutor(_processes(job, len(todo)), multiprocessing.get_context("spawn"))
+        try:
+            futures = {pool.submit(_run, job, *unit): unit for unit in todo}
+            for future in as_completed(futures):
+                try:
+                    reason = future.result()
+                except BrokenProcessPool as error:
+                    reason = in_one_line(error)
+                yield *futures[future], reason
+        except BaseException:  # told to end: minutes of compiling are not waited for
+            workers = list((getattr(pool, "_processes", None) or {}).values())  # no public way ends what runs
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in workers:
+                worker.kill()
+            raise
+        pool.shutdown()
 
 
 def _run(job: Job, name: str, m: int, n: int) -> str:

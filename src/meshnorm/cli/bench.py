@@ -68,6 +68,9 @@ def run(options: argparse.Namespace) -> int:
         raise OptionError("--providers: none can run here; " + "; ".join(f"{n}: {why}" for n, why in missing.items()))
     with _interruptible():
         results, copy_gb_s, complete = _measured(job, providers, options.baseline)
+    if not results:
+        print("meshnorm bench was interrupted before anything was timed; no file is written", file=sys.stderr)
+        return 1
     console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200)
     _report(console, results, missing, job, copy_gb_s, options)
     if not complete:
@@ -133,9 +136,10 @@ def _measured(job: Job, providers: Sequence[Any], baseline: str | None) -> tuple
     from meshnorm.benching.timing import copy_bandwidth
     from meshnorm.benching.warming import units, warm_up
 
-    bandwidth = copy_bandwidth(job.device, 4 * job.rep_ms)
+    bandwidth = float("nan")
     results: list[Result] = []
     try:
+        bandwidth = copy_bandwidth(job.device, 4 * job.rep_ms)
         if job.device == "cuda":
             names = [provider.name for provider in providers]
             for _ in _with_progress(warm_up(job, names), len(units(job, names)), "compiling", "{0} {1}x{2}"):

@@ -97,8 +97,9 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 @functools.cache
 def has_ptx(device: torch.device) -> bool:
-    """Whether kernels with inline PTX run on ``device``: not in the interpreter, nor on other vendors' GPUs."""
-    return device.type == "cuda" and torch.version.hip is None
+    """Whether kernels with inline PTX run on ``device``: not in the interpreter, nor on other vendors' GPUs, nor on
+    those before compute capability 8.0, which cannot round two numbers at a time."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _compiled_by_launching(
