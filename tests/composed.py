@@ -187,7 +187,7 @@ def loss_of(y: Tensor) -> Tensor:
 class Recipe:
     """What is done in each step, beside forward and backward."""
 
-    steps: int = 3
+    steps: int = 2
     micro_batches: int = 1
     optimizer: str = "AdamW"
     lr: float = 0.05
