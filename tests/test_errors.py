@@ -31,6 +31,7 @@ from meshnorm.errors import (
     OptionError,
     PlacementError,
     TensorLayoutError,
+    TransformError,
     UnreachableLayoutError,
     WeightShapeError,
 )
@@ -51,6 +52,7 @@ BUILTINS = {
     PlacementError: ValueError,
     UnreachableLayoutError: ValueError,
     DoubleBackwardError: NotImplementedError,
+    TransformError: NotImplementedError,
 }
 
 
@@ -244,6 +246,11 @@ def _plain_x_in_a_module(mesh: DeviceMesh) -> None:
     norm(torch.ones(4, 8))
 
 
+def _transformed(mesh: DeviceMesh) -> Any:
+    x = _dtensor(mesh, (S0, S2), (4, 6, 8))
+    return torch.func.grad(lambda weight: rms_norm(x, weight).sum())(_replicated(mesh, 8))
+
+
 def _double_backward_of_a_dtensor(mesh: DeviceMesh) -> None:
     x = _dtensor(mesh, (S0, S2), (4, 6, 8)).requires_grad_()
     y = rms_norm(x, _replicated(mesh, 8))
@@ -397,6 +404,11 @@ ON_RANKS: dict[str, tuple[type[MeshnormError], Callable[[DeviceMesh], None], lis
         ["output_placements asks for S", "'tp'", 'hidden="gather" gives Replicate()'],
     ),
     "no_rows_on_some_ranks": (EpsError, _refused(S0, R, shape=(1, 8), eps=-1.0), ["eps is -1.0"]),
+    "torch_func": (
+        TransformError,
+        _transformed,
+        ["torch.func", "use torch.autograd"],
+    ),
     "double_backward": (DoubleBackwardError, _double_backward_of_a_dtensor, ["create_graph=False"]),
     "double_backward_of_a_partial_x": (
         DoubleBackwardError,

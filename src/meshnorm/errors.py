@@ -61,3 +61,7 @@ class UnreachableLayoutError(MeshnormError, ValueError):
 
 class DoubleBackwardError(MeshnormError, NotImplementedError):
     """A gradient of the norm's gradient was asked for."""
+
+
+class TransformError(MeshnormError, NotImplementedError):
+    """A DTensor is normalized under a transform of torch.func, in which torch's DTensor takes no part."""

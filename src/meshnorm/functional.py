@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshnorm import dtensors
-from meshnorm.dispatch import unobserved
+from meshnorm.dispatch import transformed, unobserved
 from meshnorm.errors import (
     CastingModeError,
     DeviceError,
@@ -26,6 +26,7 @@ from meshnorm.errors import (
     OptionError,
     PlacementError,
     TensorLayoutError,
+    TransformError,
     WeightShapeError,
 )
 from meshnorm.formula import CASTING_MODES, accumulation_dtype
@@ -92,8 +93,9 @@ def rms_norm(
 
     Raises:
         DTypeError, TensorLayoutError, NormalizedShapeError, WeightShapeError, EpsError, OffsetError, CastingModeError,
-        OptionError, DeviceError, MixedTensorError, MeshMismatchError, PlacementError, UnreachableLayoutError: see
-        ``meshnorm.errors``. All are raised from metadata that ranks share, before any communication.
+        OptionError, DeviceError, MixedTensorError, MeshMismatchError, PlacementError, UnreachableLayoutError,
+        TransformError: see ``meshnorm.errors``. All are raised from metadata that ranks share, before any
+        communication.
 
     Example:
         >>> x, w = torch.randn(2, 8, 16), torch.ones(16)
@@ -122,6 +124,8 @@ def rms_norm(
     if not isinstance(x, Tensor) or not (weight is None or isinstance(weight, Tensor)):
         wrong = "x" if not isinstance(x, Tensor) else "weight"
         raise DTypeError(f"{wrong} is a {type(x if wrong == 'x' else weight).__name__}: pass a torch tensor")
+    if is_dtensor(x) or is_dtensor(weight):
+        check_untransformed(x, weight)
     ndim = _check_normalized(x, weight, normalized_shape)
     eps = _check_numbers(x, weight, eps, offset, casting_mode, hidden, weight_grad)
     if is_dtensor(x):
@@ -196,6 +200,15 @@ def is_dtensor(tensor: Any) -> bool:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def check_untransformed(*tensors: Tensor | None) -> None:
+    """For calls on DTensors, which a transform hides from what it calls."""
+    if transformed(*tensors):
+        raise TransformError(
+            "a DTensor is normalized under a transform of torch.func (grad, vmap, ...) or in forward mode, in which "
+            "DTensors take no part: use torch.autograd, or transform a function of plain local tensors"
+        )
 
 
 def _check_normalized(x: Tensor, weight: Tensor | None, normalized_shape: int | Sequence[int] | None) -> int:

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from meshnorm.converting.converted import is_converted
 from meshnorm.errors import OptionError, PlacementError
+from meshnorm.functional import check_untransformed
 from meshnorm.module import RMSNorm
 
 __all__ = ["HiddenParallel"]
@@ -91,6 +92,7 @@ def hidden_sharded(x: Tensor, device_mesh: DeviceMesh, width: int | None) -> DTe
     wanted = (Shard(x.ndim - 1),)
     if isinstance(x, DTensor):
         return x if x.placements in (wanted, (Shard(-1),)) else x.redistribute(device_mesh, wanted)
+    check_untransformed(x)
     parts = device_mesh.size()
     width = x.shape[-1] * parts if width is None else width
     each = -(-width // parts)
