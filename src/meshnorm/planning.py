@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
+from meshnorm.checks import DTYPES, HIDDEN, WEIGHT_GRADS
 from meshnorm.errors import DTypeError, NormalizedShapeError, OptionError, PlacementError
 from meshnorm.formula import accumulation_dtype
-from meshnorm.functional import DTYPES, HIDDEN, WEIGHT_GRADS
 from meshnorm.geometry import Split, local_shape, local_size
 from meshnorm.layout import Mesh, Move, Placements, Route, Step, move, normalize, route_of
 

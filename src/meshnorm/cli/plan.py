@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from meshnorm.checks import DTYPES, HIDDEN, WEIGHT_GRADS
 from meshnorm.errors import OptionError
-from meshnorm.functional import DTYPES, HIDDEN, WEIGHT_GRADS
 
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES} | {
     "bf16": torch.bfloat16,
