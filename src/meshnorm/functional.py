@@ -201,7 +201,16 @@ def add_rms_norm(
     check_residual(x, residual)
     options = eps, float(offset), casting_mode, ndim
     if is_dtensor(x):
-        raise OptionError("add_rms_norm takes plain tensors alone: add DTensors and call rms_norm")
+        if not is_dtensor(residual):
+            raise MixedTensorError(
+                "residual is a plain tensor but x is a DTensor: wrap it with DTensor.from_local(residual, mesh, "
+                "placements)"
+            )
+        check_meshes(x, weight, "weight")
+        check_meshes(x, residual, "residual")
+        from meshnorm.sharded_add import sharded_add_rms_norm
+
+        return sharded_add_rms_norm(x, residual, weight, *options, weight_grad, _for_a_graph(output_placements))  # type: ignore[arg-type]
     if is_dtensor(residual):
         raise MixedTensorError(
             "residual is a DTensor but x is a plain tensor: wrap x with DTensor.from_local(x, mesh, placements), or "
