@@ -119,11 +119,11 @@ class AddPromises(AddRunner):
     @pytest.mark.parametrize("n", [1, 3, 100, 128, 1000, 4097])
     @pytest.mark.parametrize("dtypes", PAIRS, ids=lambda pair: "-onto-".join(map(_short, pair)))
     def test_every_width_and_number_of_rows(self, n: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-        for m in (1, 7, 199 if n < 1000 else 9):
+        for m in (1, 7, 199) if n < 1000 else (2,):
             self.check(AddCase(m, n, dtypes[0], dtypes[0], residual_dtype=dtypes[1]))
 
     def test_rows_wider_than_one_program_holds(self) -> None:
-        self.check(AddCase(3, 40000 + 1, BF16, F32, residual_dtype=F32))
+        self.check(AddCase(2, 40000 + 1, BF16, F32, residual_dtype=F32))
 
     @pytest.mark.parametrize("mode", CASTING_MODES)
     @pytest.mark.parametrize("weight", [F32, BF16, None], ids=_short)
@@ -145,7 +145,7 @@ class AddPromises(AddRunner):
     @pytest.mark.parametrize("view", ["fused_qkv", "heads", "transposed", "one_row", "odd"])
     @pytest.mark.parametrize("n", [100, 1024])
     def test_strided_rows(self, view: str, n: int) -> None:
-        m = 198 if n == 100 else 6
+        m = 198 if n == 100 else 3
         self.check(AddCase(m, n, BF16, F32, x=view, residual_dtype=F32))
         self.check(AddCase(m, n, BF16, F32, residual=view, dy="heads", residual_dtype=F32))
         self.check(AddCase(m, n, BF16, F32, x="heads", residual=view, dy=view))
@@ -264,7 +264,7 @@ class AddPromises(AddRunner):
 
     def test_every_result_is_the_same_each_time(self) -> None:
         for n in (128, 1000, 17001):
-            given = Given(AddCase(31, n, BF16, F32, residual_dtype=F32), self.device)
+            given = Given(AddCase(5, n, BF16, F32, residual_dtype=F32), self.device)
             y, out, rstd = self.forward(given, given.x, given.residual)
             first = (y, out, rstd, *self.backward(given, given.dy, out, rstd, given.d_out))
             for _ in range(2):

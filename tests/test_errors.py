@@ -413,6 +413,26 @@ ON_RANKS: dict[str, tuple[type[MeshnormError], Callable[[DeviceMesh], None], lis
         _refused(S0, S2, output_placements=(S0, S2), hidden="gather"),
         ["output_placements asks for S", "'tp'", 'hidden="gather" gives Replicate()'],
     ),
+    "plain_residual": (
+        MixedTensorError,
+        lambda mesh: add_rms_norm(_dtensor(mesh, (S0, R), (4, 6, 8)), torch.ones(4, 6, 8)),  # type: ignore[arg-type]
+        ["residual is a plain tensor", "from_local"],
+    ),
+    "plain_x_beside_a_residual": (
+        MixedTensorError,
+        lambda mesh: add_rms_norm(torch.ones(4, 6, 8), _dtensor(mesh, (S0, R), (4, 6, 8))),  # type: ignore[arg-type]
+        ["residual is a DTensor", "from_local", "to_local()"],
+    ),
+    "residual_on_another_mesh": (
+        MeshMismatchError,
+        lambda mesh: add_rms_norm(_replicated(mesh, 4, 6, 8), _names_differ(mesh, 4, 6, 8)),  # type: ignore[arg-type]
+        ["residual is on", "x is on"],
+    ),
+    "residual_that_would_have_to_be_gathered": (
+        UnreachableLayoutError,
+        lambda mesh: add_rms_norm(_dtensor(mesh, (S0, R), (4, 6, 8)), _dtensor(mesh, (S1, R), (4, 6, 8))),  # type: ignore[arg-type]
+        ["residual is S", "'dp'", "gathered", "redistribute"],
+    ),
     "no_rows_on_some_ranks": (EpsError, _refused(S0, R, shape=(1, 8), eps=-1.0), ["eps is -1.0"]),
     "double_backward": (DoubleBackwardError, _double_backward_of_a_dtensor, ["create_graph=False"]),
     "double_backward_of_a_partial_x": (
