@@ -116,10 +116,13 @@ class AddPromises(AddRunner):
 
     # --- correctness -----------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("n", [1, 3, 100, 128, 1000, 4097])
-    @pytest.mark.parametrize("dtypes", PAIRS, ids=lambda pair: "-onto-".join(map(_short, pair)))
+    @pytest.mark.parametrize(
+        ("n", "dtypes"),
+        [(n, pair) for n in (1, 3, 128, 1000, 4097) for pair in PAIRS[2:5:2]] + [(100, pair) for pair in PAIRS],
+        ids=lambda value: str(value) if isinstance(value, int) else "-onto-".join(map(_short, value)),
+    )
     def test_every_width_and_number_of_rows(self, n: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-        for m in (1, 7, 199) if n < 1000 else (2,):
+        for m in (1, 199) if n < 1000 else (2,):
             self.check(AddCase(m, n, dtypes[0], dtypes[0], residual_dtype=dtypes[1]))
 
     def test_rows_wider_than_one_program_holds(self) -> None:
@@ -142,7 +145,7 @@ class AddPromises(AddRunner):
             same = (y == reference_forward(out, given.weight, case.eps, 1.0, other, dtype=BF16)).double().mean().item()
             assert same > 0.99 if other == mode else same < 0.9, f"{mode} beside {other}: {same:.2%} equal"
 
-    @pytest.mark.parametrize("view", ["fused_qkv", "heads", "transposed", "one_row", "odd"])
+    @pytest.mark.parametrize("view", ["fused_qkv", "heads", "odd"])
     @pytest.mark.parametrize("n", [100, 1024])
     def test_strided_rows(self, view: str, n: int) -> None:
         m = 198 if n == 100 else 3

@@ -257,8 +257,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_others_are_unchanged(dtypes, ne
         with _Calls() as mode:
             run()
         name, args = mode.calls[-1]
-        both_differ = needs[0] and needs[1] and dtypes[0] != dtypes[1]
-        wanted = (needs[0] or needs[1], both_differ, needs[2])
+        wanted = (needs[0] or needs[1], needs[0] and needs[1], needs[2])  # two of leaves, in whichever dtypes
         assert name == "add_backward" and tuple(dtype is not None for dtype in args[7:10]) == wanted
     else:
         run()
@@ -365,7 +364,53 @@ def test_inside_a_graph_one_tensor_serves_both() -> None:
     x, residual, weight, dy, d_out = _given((5, 17), (F32, F32, F32))
     used = [t.requires_grad_() * 1.0 for t in (x, residual)]
     dx, d_residual = torch.autograd.grad(add_rms_norm(*used, weight), used, (dy, d_out))
-    assert dx.data_ptr() == d_residual.data_ptr()
+    assert dx is d_residual
+
+
+def test_a_residual_stream_writes_one_gradient_a_block() -> None:
+    """Linears in 3 dims before the additions, an embedding before the first."""
+    table, projection = torch.nn.Embedding(7, 16), torch.nn.Linear(16, 16, bias=False)
+    residual = table(torch.arange(6).view(2, 3))
+    hidden = projection(residual)
+    with _Calls() as mode:
+        for _ in range(3):
+            hidden, residual = add_rms_norm(hidden, residual)
+            hidden = projection(hidden)
+        (hidden * residual).sum().backward()
+    dtypes = [args[7:9] for name, args in mode.calls if name == "add_backward"]
+    assert dtypes == [(F32, None)] * 3
+
+
+@pytest.mark.parametrize("how", ["direct", "aot_eager"])
+def test_leaves_behind_views_and_additions_share_no_memory(how: str) -> None:
+    """Where those of torch's own addition do."""
+
+    def views(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(a.view(2, 3, 8).transpose(0, 1), b.view(3, 2, 8))
+
+    def additions(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm((a + 1.0).view(3, 16), b.clone().view(3, 16))
+
+    def one_leaf(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm((a * 2.0).view(3, 16), b.view(3, 16))
+
+    for function in (views, additions, one_leaf):
+        a, b = _draw(6, 8).requires_grad_(), _draw(6, 8).requires_grad_()
+        call = function if how == "direct" else torch.compile(function, fullgraph=True, backend="aot_eager")
+        y, residual_out = call(a, b)
+        (y.sum() + residual_out.sum()).backward()
+        assert a.grad is not None and b.grad is not None and not _share(a.grad, b.grad), function.__name__
+
+
+def test_a_norm_that_writes_over_its_gradient_leaves_the_residual_s_alone() -> None:
+    def gradients(in_place: bool) -> tuple[Tensor | None, ...]:
+        torch.manual_seed(0)
+        leaves = [_draw(5, 17).requires_grad_() for _ in range(2)]
+        y, residual_out = add_rms_norm(rms_norm(leaves[0], in_place=in_place), leaves[1] * 1.0)
+        (y.sin() + residual_out.cos()).sum().backward()
+        return tuple(leaf.grad for leaf in leaves)
+
+    assert _equal(gradients(True), gradients(False))
 
 
 def test_gradients_accumulate_over_backward_calls(device: str) -> None:

@@ -159,9 +159,11 @@ def add_rms_norm(
     ``rms_norm(residual_out, weight, ...)`` gives, and what models compute that add first and normalize then.
 
     The backward is one pass too. It reads residual_out, which is saved, and neither x nor residual. Either output may
-    be left unused; its gradient then costs nothing. x and the residual have one gradient, which is one tensor where
-    they have one dtype (as that of torch's ``x + residual`` is), but never for leaves: ``x.grad`` and ``residual.grad``
-    have memory of their own.
+    be left unused; its gradient then costs nothing. x and the residual have one gradient. It is written once for both
+    where they have one dtype and what made them only reads it (linears, multiplications, embeddings, an addition like
+    this), else twice: ``x.grad`` and ``residual.grad`` never share memory.
+    (``torch.autograd.grad`` with respect to such an x and residual inside a graph returns one tensor twice, as for
+    torch's own addition.)
 
     Args:
         x: shape ``(*rows, *normalized_shape)``, as in ``rms_norm``: what a block adds, any dtype, strides and layout.

@@ -1,9 +1,10 @@
 """The norm behind an addition on one device, with its gradient.
 
-x + residual has one gradient for both, and that is one tensor where both have the same dtype: returned twice, as the
-gradient of torch's own addition is, which autograd knows how to hold (it copies what two leaves would share). But where
-x or the residual is a leaf of the graph, whose gradient the caller gets to see and may change, each has memory of its
-own.
+x + residual has one gradient for both. Where both have the same dtype it can be one tensor, returned twice, as torch's
+own addition returns its. But then a caller may come to hold one memory as two gradients: torch's own does so where two
+leaves are added through views (``a.view(-1) + b.view(-1)`` leaves a.grad and b.grad in one memory, torch 2.13). So it
+is one tensor only where what made x and what made the residual are known to read their gradients and no more, as around
+any residual stream: linears, multiplications, embeddings, the addition before. Else the kernel writes two.
 """
 
 from __future__ import annotations
@@ -18,6 +19,27 @@ from meshnorm.dispatch import transformed, unobserved
 from meshnorm.formula import reference_add_forward
 from meshnorm.local import once_differentiable, refuse_double_backward
 
+# Backward nodes, by the names that autograd gives them, that write what they compute into memory of their own.
+READERS = {
+    *("MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0", "MulBackward0"),
+    *("EmbeddingBackward0", "NativeDropoutBackward0"),
+    *("_LocalAddRMSNormBackward", "_ShardedAddRMSNormBackward"),
+    *(
+        "GeneratedBackwardFor_meshnorm_forward_defaultBackward",
+        "GeneratedBackwardFor_meshnorm_add_forward_defaultBackward",
+    ),
+}
+# Those that hand on a view of their gradient, to one other node.
+VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0", "PermuteBackward0"}
+
+
+def is_only_read(x: Tensor) -> bool:
+    """Whether x's gradient is only read by what made x: never kept, handed on or overwritten."""
+    node: Any = x.grad_fn
+    while node is not None and node.name() in VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() in READERS
+
 
 class Wanted(NamedTuple):
     """Which gradients a call wants, and in which dtypes: what ``ops_add`` is asked for and how it is handed out."""
@@ -28,17 +50,16 @@ class Wanted(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, residual: Tensor) -> Wanted:
-        compiled = torch.compiler.is_compiling()
         return cls(
             x.dtype if x.requires_grad else None,
             residual.dtype if residual.requires_grad else None,
-            not compiled and (x.is_leaf or residual.is_leaf),
+            not (is_only_read(x) and is_only_read(residual)),
         )
 
     @property
     def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
         """(of dX, of dResidual where that is another tensor)."""
-        if self.x is None or self.residual is None or self.x == self.residual:
+        if self.x is None or self.residual is None or (self.x == self.residual and not self.separate):
             return self.x or self.residual, None
         return self.x, self.residual
 
@@ -46,14 +67,12 @@ class Wanted(NamedTuple):
         """(x's gradient, the residual's) of what ``ops_add`` returned."""
         if self.x is None or self.residual is None:
             return (dx if self.x is not None else None), (dx if self.residual is not None else None)
-        if self.x != self.residual:
-            return dx, d_residual
-        return dx, dx.clone() if self.separate else dx
+        return dx, dx if self.dtypes[1] is None else d_residual
 
     def passed_on(self, d_residual_out: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """(x's gradient, the residual's) where nothing asked for y."""
-        dx = None if self.x is None else d_residual_out.to(self.x, copy=self.separate)
-        return dx, None if self.residual is None else d_residual_out.to(self.residual, copy=self.separate)
+        """(x's gradient, the residual's) where nothing asked for y: copies, so that nodes of this kind only read."""
+        dx = None if self.x is None else d_residual_out.to(self.x, copy=True)
+        return dx, None if self.residual is None else d_residual_out.to(self.residual, copy=True)
 
 
 def local_add_rms_norm(

@@ -33,7 +33,7 @@ A norm of a sum, x + residual: ``forward`` and ``statistic`` also take
 also take
 
 - ``d_residual_out``: contiguous (M, N), of the dtype of ``residual_out``: added to dX before it is rounded.
-- ``d_residual``: contiguous (M, N): dX once more, in another dtype than that of ``dx``, which may be any here.
+- ``d_residual``: contiguous (M, N): dX once more, in a dtype of its own; that of ``dx`` may be any here.
 
 A row's y, rstd and dX depend on this row, N and the dtypes alone; every result is bitwise repeatable.
 """

@@ -54,7 +54,7 @@ def backward_kernel(
     room for rows of 16384 columns in one program.
 
     Where x is a residual_out, DRESIDUAL_OUT is the gradient that comes to it by other ways, added to dX, and DRESIDUAL
-    takes dX once more in another dtype. Both are contiguous, and so is x then. Either may be None.
+    takes dX once more, in its own dtype. Both are contiguous, and so is x then. Either may be None.
     """
     ACC: tl.constexpr = RSTD.dtype.element_ty
     cols = tl.arange(0, BLOCK)
