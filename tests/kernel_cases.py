@@ -96,13 +96,19 @@ class Exact:
     def __init__(self, case: Case, device: str) -> None:
         self.case = case
         self.acc = accumulation_dtype(case.dtype)
-        self.x = rows(case.x, case.m, case.n, case.dtype, device)
-        self.dy = rows(case.dy, case.m, case.n, case.dtype, device)
-        self.weight = None
+        x = rows(case.x, case.m, case.n, case.dtype, device)
+        dy = rows(case.dy, case.m, case.n, case.dtype, device)
+        weight = None
         if case.weight is not None:
-            self.weight = (torch.randn(case.n, device=device) + 1 - case.offset).to(case.weight)
+            weight = (torch.randn(case.n, device=device) + 1 - case.offset).to(case.weight)
+        self.set(x, dy, weight)
+
+    def set(self, x: Tensor, dy: Tensor, weight: Tensor | None) -> None:
+        """Takes these inputs, and computes what is exact for them."""
+        case = self.case
+        self.x, self.dy, self.weight = x, dy, weight
         x, dy = (t.reshape(case.m, case.n).double() for t in (self.x, self.dy))
-        weight = None if self.weight is None else self.weight.double()
+        weight = None if weight is None else weight.double()
         self.y = reference_forward(x, weight, case.eps, case.offset)
         self.rstd = reference_rstd(x, case.eps).squeeze(1)
         self.dx, self.dw = reference_backward(dy, x, weight, case.eps, case.offset)

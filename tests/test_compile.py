@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import meshnorm
-from meshnorm import rms_norm
+from meshnorm import ops, ops_add, rms_norm
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 OPTIONS = [
@@ -224,6 +224,7 @@ def _samples() -> dict[str, list[tuple]]:
             (view, None, total, 8, 1e-6, 0.0, "none", 1),
             (half, both, two, 48, 1e-6, 1.0, "gemma", 2),
             (empty, weight, no_rows, 16, 1e-6, 0.0, "llama", 1),
+            (x, weight, total, 16, 1e-6, 0.0, "llama", 1, BF16),
         ],
         "backward_statistic": [
             (dy, x, weight, rstd, 0.0, 1),
@@ -237,10 +238,29 @@ def _samples() -> dict[str, list[tuple]]:
             (dy.bfloat16(), half, weight, rstd, total, 16, 1.0, 1, False, True, F32),
             (empty, empty, weight, no_rows, no_rows, 16, 0.0, 1, True, True, F32),
         ],
+        "add_forward": [
+            (x, dy, weight, 1e-6, 0.0, "llama", 1),
+            (half, view, None, 1e-6, 0.0, "none", 1),
+            (view, half, both, 1e-6, 1.0, "gemma", 2),
+            (empty, empty.bfloat16(), weight, 1e-6, 0.0, "llama", 1),
+        ],
+        "add_statistic": [(x, dy, 1), (view, half, 2), (half, x, 1), (empty, empty, 1)],
+        "add_backward": [
+            (dy, x, weight, rstd, None, 0.0, 1, F32, None, F32),
+            (half, x, None, rstd, view, 0.0, 1, BF16, F32, None),
+            (dy.bfloat16(), half, both, two, half, 1.0, 2, None, None, BF16),
+            (empty, empty, weight, no_rows, empty, 0.0, 1, F32, BF16, F32),
+        ],
+        "add_backward_apply": [
+            (dy, x, weight, rstd, None, total, 16, 0.0, 1, F32, None, F32),
+            (half, x, None, rstd, view, total, 8, 0.0, 1, BF16, F32, None),
+            (empty, empty, weight, no_rows, empty, no_rows, 16, 0.0, 1, F32, BF16, F32),
+        ],
     }
 
 
 OPS = ["forward", "backward", "statistic", "apply", "backward_statistic", "backward_apply"]
+OPS += ["add_forward", "add_statistic", "add_backward", "add_backward_apply"]
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -266,7 +286,7 @@ def test_every_op_is_checked() -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_a_direct_call_gives_the_bits_of_the_op(name: str) -> None:
-    call = getattr(meshnorm.ops, name)
+    call = getattr(ops_add if name.startswith("add_") else ops, name)
     for arguments in _samples()[name]:
         direct, through_op = call.direct(*arguments), getattr(torch.ops.meshnorm, name)(*arguments)
         if isinstance(direct, Tensor):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import meshnorm
-from meshnorm import errors, rms_norm
+from meshnorm import add_rms_norm, errors, rms_norm
 from meshnorm.checking.case import mesh_for
 from meshnorm.checking.ranks import RankPool
 from meshnorm.errors import (
@@ -30,6 +30,7 @@ from meshnorm.errors import (
     OffsetError,
     OptionError,
     PlacementError,
+    ResidualShapeError,
     TensorLayoutError,
     TransformError,
     UnreachableLayoutError,
@@ -43,6 +44,7 @@ BUILTINS = {
     DeviceError: ValueError,
     NormalizedShapeError: ValueError,
     WeightShapeError: ValueError,
+    ResidualShapeError: ValueError,
     EpsError: ValueError,
     OffsetError: ValueError,
     CastingModeError: ValueError,
@@ -166,6 +168,42 @@ PLAIN: dict[str, tuple[type[MeshnormError], Callable[[], Any], list[str]]] = {
         lambda: rms_norm(_x(), W, output_placements=(Replicate(),)),
         ["output_placements", "plain tensor", "leave it out"],
     ),
+    "residual_that_would_broadcast": (
+        ResidualShapeError,
+        lambda: add_rms_norm(_x(), torch.ones(8), W),
+        ["residual has shape (8,)", "(3, 4, 8)", "expand()"],
+    ),
+    "residual_beside_an_x_that_would_broadcast": (
+        ResidualShapeError,
+        lambda: add_rms_norm(torch.ones(8), _x(), W),
+        ["residual has shape (3, 4, 8)", "(8,)"],
+    ),
+    "list_residual": (DTypeError, lambda: add_rms_norm(_x(), [1.0], W), ["residual is a list", "tensor"]),
+    "no_residual": (DTypeError, lambda: add_rms_norm(_x(), None), ["residual is a NoneType", "tensor"]),
+    "integer_residual": (DTypeError, lambda: add_rms_norm(_x(), _x(torch.int32)), ["residual has dtype", "cast"]),
+    "float64_residual": (
+        DTypeError,
+        lambda: add_rms_norm(_x(), _x(torch.float64)),
+        ["residual has dtype torch.float64", "x torch.float32", "cast"],
+    ),
+    "float64_x_beside_a_residual": (
+        DTypeError,
+        lambda: add_rms_norm(_x(torch.float64), _x()),
+        ["residual has dtype torch.float32", "x torch.float64", "cast"],
+    ),
+    "sparse_residual": (TensorLayoutError, lambda: add_rms_norm(_x(), _x().to_sparse()), ["residual is", "densify"]),
+    "residual_elsewhere": (
+        DeviceError,
+        lambda: add_rms_norm(_x(), _x().to("meta")),
+        ["residual is on meta", "x is on cpu", "move"],
+    ),
+    "output_placements_of_a_plain_x_and_residual": (
+        OptionError,
+        lambda: add_rms_norm(_x(), _x(), W, output_placements=(Replicate(),)),
+        ["output_placements", "plain tensor", "leave it out"],
+    ),
+    "eps_behind_an_addition": (EpsError, lambda: add_rms_norm(_x(), _x(), W, -1.0), ["eps is -1.0", "0 or more"]),
+    "weight_behind_an_addition": (WeightShapeError, lambda: add_rms_norm(_x(), _x(), torch.ones(7)), ["weight has"]),
     "double_backward": (
         DoubleBackwardError,
         _double_backward,
@@ -402,6 +440,26 @@ ON_RANKS: dict[str, tuple[type[MeshnormError], Callable[[DeviceMesh], None], lis
         UnreachableLayoutError,
         _refused(S0, S2, output_placements=(S0, S2), hidden="gather"),
         ["output_placements asks for S", "'tp'", 'hidden="gather" gives Replicate()'],
+    ),
+    "plain_residual": (
+        MixedTensorError,
+        lambda mesh: add_rms_norm(_dtensor(mesh, (S0, R), (4, 6, 8)), torch.ones(4, 6, 8)),  # type: ignore[arg-type]
+        ["residual is a plain tensor", "from_local"],
+    ),
+    "plain_x_beside_a_residual": (
+        MixedTensorError,
+        lambda mesh: add_rms_norm(torch.ones(4, 6, 8), _dtensor(mesh, (S0, R), (4, 6, 8))),  # type: ignore[arg-type]
+        ["residual is a DTensor", "from_local", "to_local()"],
+    ),
+    "residual_on_another_mesh": (
+        MeshMismatchError,
+        lambda mesh: add_rms_norm(_replicated(mesh, 4, 6, 8), _names_differ(mesh, 4, 6, 8)),  # type: ignore[arg-type]
+        ["residual is on", "x is on"],
+    ),
+    "residual_that_would_have_to_be_gathered": (
+        UnreachableLayoutError,
+        lambda mesh: add_rms_norm(_dtensor(mesh, (S0, R), (4, 6, 8)), _dtensor(mesh, (S1, R), (4, 6, 8))),  # type: ignore[arg-type]
+        ["residual is S", "'dp'", "gathered", "redistribute"],
     ),
     "no_rows_on_some_ranks": (EpsError, _refused(S0, R, shape=(1, 8), eps=-1.0), ["eps is -1.0"]),
     "torch_func": (

@@ -12,6 +12,8 @@ from torch import Tensor
 from meshnorm.formula import (
     CASTING_MODES,
     accumulation_dtype,
+    reference_add_backward,
+    reference_add_forward,
     reference_backward,
     reference_forward,
     reference_rstd,
@@ -170,3 +172,36 @@ def test_results_have_the_dtypes_of_their_tensors(dtype: torch.dtype) -> None:
 def test_statistics_of_half_precision_do_not_overflow() -> None:
     x = torch.full((2, 16), 1000.0, dtype=torch.float16)  # 1000² is beyond float16
     assert torch.equal(reference_forward(x, None, 0.0), torch.ones_like(x))
+
+
+@pytest.mark.parametrize(("shape", "ndim"), SHAPES)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_backward_behind_an_addition_is_the_derivative_of_forward(
+    shape: tuple[int, ...], ndim: int, weighted: bool
+) -> None:
+    hidden = _hidden_shape(shape, ndim)
+    x, residual = (_double(*shape).requires_grad_() for _ in range(2))
+    weight = _double(*hidden).requires_grad_() if weighted else None
+    dys = _double(*shape), _double(*shape)
+    outputs = reference_add_forward(x, residual, weight, 1e-3, 1.0, "llama", ndim)
+    assert torch.equal(outputs[1], x + residual)
+    assert torch.equal(outputs[0], reference_forward(x + residual, weight, 1e-3, 1.0, "llama", ndim))
+    leaves = (x, residual) if weight is None else (x, residual, weight)
+    expected = torch.autograd.grad(outputs, leaves, dys)
+    found = reference_add_backward(*dys, outputs[1].detach(), weight, 1e-3, 1.0, ndim)
+    for mine, theirs in zip(found, expected, strict=False):
+        assert mine is not None
+        torch.testing.assert_close(mine.detach(), theirs, rtol=1e-12, atol=1e-12)
+    assert (found[2] is None) == (weight is None)
+
+
+def test_a_sum_is_rounded_to_the_residuals_dtype_and_y_to_xs() -> None:
+    x, residual = torch.randn(4, 16).bfloat16(), torch.randn(4, 16)
+    y, residual_out = reference_add_forward(x, residual, None, 1e-6)
+    assert (y.dtype, residual_out.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(residual_out, x.float() + residual)
+    assert torch.equal(y, reference_forward(residual_out, None, 1e-6).bfloat16())
+    y, residual_out = reference_add_forward(residual, x, None, 1e-6)
+    assert (y.dtype, residual_out.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(residual_out, (x.float() + residual).bfloat16())
+    assert torch.equal(y, reference_forward(residual_out.float(), None, 1e-6))

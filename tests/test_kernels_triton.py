@@ -6,7 +6,6 @@ Tests marked gpu need the real thing: what the compiler does, large tensors, str
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ if not CUDA:
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install meshnorm[triton]")
 
-import triton.language as tl  # noqa: E402
 from fake_driver import what_an_h200_is_asked  # noqa: E402
+from interpreting import interpreter_does_as_the_hardware  # noqa: E402, F401
 from kernel_cases import Case, Exact, KernelPromises, KernelRunner, empty, rows  # noqa: E402
 
 from meshnorm import kernels  # noqa: E402
@@ -27,42 +26,6 @@ from meshnorm.kernels import gpu, gpu_chunks, launching, row_views, settings  # 
 DEVICE = "cuda" if CUDA else "cpu"
 # The rows that fill up a tile are computed like any other, and never stored; NumPy remarks on their 1/0.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def interpreter_does_as_the_hardware() -> Iterator[None]:
-    """Triton's interpreter truncates to bfloat16, and takes a bfloat16's bits for its value on the way to float64: here
-    it rounds, so that the tolerance need not know. Triton 3.6's fails on a loop's bounds with NumPy 2.4."""
-    if CUDA:
-        yield
-        return
-    from triton.runtime import interpreter
-
-    dtypes = {tl.float64: torch.float64, tl.float32: torch.float32, tl.float16: torch.float16}
-    builder = interpreter.InterpreterBuilder
-    cast = builder.cast_impl
-
-    def cast_impl(self, src, dst_type):
-        source, target = src.dtype.scalar, dst_type.scalar
-        if tl.bfloat16 not in (source, target) or source == target:
-            return cast(self, src, dst_type)
-        values = torch.from_numpy(src.data.copy())
-        values = values.view(torch.bfloat16) if source == tl.bfloat16 else values
-        if target == tl.bfloat16:
-            data = values.to(torch.bfloat16).view(torch.uint16).numpy()
-        else:
-            data = values.to(dtypes[target]).numpy()
-        return interpreter.TensorHandle(data, target)
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch_lang_tensor(tensor, *scope):
-        patch_tensor(tensor, *scope)
-        tensor.__index__ = lambda self: self.handle.data.item()
-
-    builder.cast_impl, interpreter._patch_lang_tensor = cast_impl, patch_lang_tensor
-    yield
-    builder.cast_impl, interpreter._patch_lang_tensor = cast, patch_tensor
 
 
 class TestTriton(KernelPromises):

@@ -7,17 +7,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshnorm.converting.convert import convert, revert
-from meshnorm.functional import rms_norm
-from meshnorm.module import RMSNorm
+from meshnorm.functional import add_rms_norm, rms_norm
+from meshnorm.module import AddRMSNorm, RMSNorm
 
 if TYPE_CHECKING:
     from meshnorm.planning import Collective, Plan, plan
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Collective", "Plan", "RMSNorm", "convert", "plan", "revert", "rms_norm"]
+__all__ = [
+    "AddRMSNorm",
+    "Collective",
+    "Plan",
+    "RMSNorm",
+    "add_rms_norm",
+    "convert",
+    "plan",
+    "revert",
+    "rms_norm",
+]
 if not torch.distributed.is_available():
     # Plans speak of placements, which such a build of torch does not have.
-    __all__ = ["RMSNorm", "convert", "revert", "rms_norm"]
+    __all__ = ["AddRMSNorm", "RMSNorm", "add_rms_norm", "convert", "revert", "rms_norm"]
 
 
 def __getattr__(name: str) -> Any:

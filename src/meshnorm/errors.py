@@ -27,6 +27,10 @@ class WeightShapeError(MeshnormError, ValueError):
     """The weight's shape is not normalized_shape."""
 
 
+class ResidualShapeError(MeshnormError, ValueError):
+    """The residual's shape is not x's."""
+
+
 class EpsError(MeshnormError, ValueError):
     """eps is negative, NaN or infinite."""
 
@@ -44,7 +48,7 @@ class OptionError(MeshnormError, ValueError):
 
 
 class MixedTensorError(MeshnormError, TypeError):
-    """A plain x stands beside a DTensor weight."""
+    """A plain tensor stands beside a DTensor where both must be the one or the other."""
 
 
 class MeshMismatchError(MeshnormError, ValueError):

@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable, Sequence
-from numbers import Integral
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from meshnorm import dtensors
-from meshnorm.dispatch import transformed, unobserved
-from meshnorm.errors import (
-    CastingModeError,
-    DeviceError,
-    DTypeError,
-    EpsError,
-    MeshMismatchError,
-    MixedTensorError,
-    NormalizedShapeError,
-    OffsetError,
-    OptionError,
-    PlacementError,
-    TensorLayoutError,
-    TransformError,
-    WeightShapeError,
+from meshnorm.checks import (
+    check_meshes,
+    check_normalized,
+    check_numbers,
+    check_residual,
+    check_untransformed,
+    is_dtensor,
 )
-from meshnorm.formula import CASTING_MODES, accumulation_dtype
+from meshnorm.dispatch import unobserved
+from meshnorm.errors import DTypeError, MixedTensorError, OptionError, PlacementError
 from meshnorm.local import LocalNorm, local_rms_norm
+from meshnorm.local_add import local_add_rms_norm
 from meshnorm.replayed import signature
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
-
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-HIDDEN = ("stats", "gather")
-WEIGHT_GRADS = ("auto", "deferred", "reduced")
 
 # Calls whose arguments were checked, by all that distinguishes them but values and addresses. Full, it
 # is emptied: an epoch of batches of ever new sizes then costs what it would without.
@@ -126,30 +112,18 @@ def rms_norm(
         raise DTypeError(f"{wrong} is a {type(x if wrong == 'x' else weight).__name__}: pass a torch tensor")
     if is_dtensor(x) or is_dtensor(weight):
         check_untransformed(x, weight)
-    ndim = _check_normalized(x, weight, normalized_shape)
-    eps = _check_numbers(x, weight, eps, offset, casting_mode, hidden, weight_grad)
+    ndim = check_normalized(x, weight, normalized_shape)
+    eps = check_numbers(x, weight, eps, offset, casting_mode, hidden, weight_grad)
     if is_dtensor(x):
-        _check_meshes(x, weight)
-        from meshnorm.routing import encoded
+        check_meshes(x, weight, "weight")
         from meshnorm.sharded import known_norm, sharded_rms_norm
 
-        if output_placements is not None and not _may_be_placements(output_placements):
-            raise PlacementError(
-                f"output_placements is {output_placements!r}: give a sequence of placements, one for each mesh dim"
-            )
-        if output_placements is not None and torch.compiler.is_compiling():
-            output_placements = tuple(encoded(placement) for placement in output_placements)  # type: ignore[misc]
+        output_placements = _for_a_graph(output_placements)
         call = (eps, float(offset), casting_mode, ndim, hidden, weight_grad, output_placements, in_place)
         if is_reused and (norm := known_norm(x, weight, *call)) is not None:  # type: ignore[arg-type]
             return _remembered(key, norm)(x, weight)
         return sharded_rms_norm(x, weight, *call)  # type: ignore[arg-type]
-    if is_dtensor(weight):
-        raise MixedTensorError(
-            "weight is a DTensor but x is a plain tensor: wrap x with DTensor.from_local(x, mesh, placements), or pass "
-            "the weight's local part, weight.to_local()"
-        )
-    if output_placements is not None:
-        raise OptionError("output_placements is for a DTensor x, and x is a plain tensor: leave it out")
+    _check_plain(weight, output_placements)
     if not is_plain:
         return local_rms_norm(x, weight, eps, float(offset), casting_mode, ndim)
     norm = LocalNorm(eps, float(offset), casting_mode, ndim, in_place)
@@ -194,105 +168,108 @@ def _remembered(key: Any, norm: Callable[[Any, Any], Tensor]) -> Callable[[Any, 
     return norm
 
 
-def is_dtensor(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor, without importing DTensor where nobody has (a torch without distributed)."""
-    if type(tensor) is Tensor or tensor is None:
-        return False
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    normalized_shape: int | Sequence[int] | None = None,
+    weight_grad: str = "auto",
+    output_placements: Sequence[Placement] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``residual_out = x + residual`` and ``y``, its RMSNorm: what stands between two blocks of a model, in one pass.
 
+    residual_out is rounded to the residual's dtype, and that is what is normalized: y is, to rounding, what
+    ``rms_norm(residual_out, weight, ...)`` gives, and what models compute that add first and normalize then.
 
-def check_untransformed(*tensors: Tensor | None) -> None:
-    """For calls on DTensors, which a transform hides from what it calls."""
-    if transformed(*tensors):
-        raise TransformError(
-            "a DTensor is normalized under a transform of torch.func (grad, vmap, ...) or in forward mode, in which "
-            "DTensors take no part: use torch.autograd, or transform a function of plain local tensors"
-        )
+    The backward is one pass too. It reads residual_out, which is saved, and neither x nor residual. Either output may
+    be left unused; its gradient then costs nothing. x and the residual have one gradient. It is written once for both
+    where they have one dtype and what made them only reads it (linears, multiplications, embeddings, an addition like
+    this), else twice: ``x.grad`` and ``residual.grad`` never share memory.
+    (``torch.autograd.grad`` with respect to such an x and residual inside a graph returns one tensor twice, as for
+    torch's own addition.)
 
+    Args:
+        x: shape ``(*rows, *normalized_shape)``, as in ``rms_norm``: what a block adds, any dtype, strides and layout.
+        residual: the residual stream, of x's shape; any strides, and any dtype, but float64 only beside a float64 x. A
+            DTensor on x's mesh beside a DTensor x. On each mesh dim it is placed as x is, or
 
-def _check_normalized(x: Tensor, weight: Tensor | None, normalized_shape: int | Sequence[int] | None) -> int:
-    """How many dims are normalized, all shapes having been checked."""
-    if normalized_shape is None:
-        shape = tuple(weight.shape) if weight is not None else tuple(x.shape[-1:])
-    elif type(normalized_shape) is tuple and all(type(size) is int for size in normalized_shape):
-        shape = normalized_shape
-    else:
-        try:
-            sizes = (normalized_shape,) if isinstance(normalized_shape, Integral) else tuple(normalized_shape)  # type: ignore[arg-type]
-            shape = tuple(index(size) for size in sizes)
-        except TypeError:
-            raise NormalizedShapeError(
-                f"normalized_shape is {normalized_shape!r}: give an int, or a sequence of ints"
-            ) from None
-    if not shape:
-        raise NormalizedShapeError(
-            "there is no dim to normalize: x or the weight has no dims; RMSNorm needs at least one normalized dim"
-        )
-    if weight is not None and tuple(weight.shape) != shape:
-        raise WeightShapeError(
-            f"weight has shape {tuple(weight.shape)}, but normalized_shape is {shape}: they must be equal"
-        )
-    ndim = len(shape)
-    if tuple(x.shape[x.ndim - ndim :] if ndim <= x.ndim else ()) != shape:
-        if normalized_shape is None and weight is not None:
-            raise WeightShapeError(
-                f"weight has shape {shape}, but the last dims of x, of shape {tuple(x.shape)}, differ: pass a weight "
-                f"of the shape of the dims that are to be normalized"
+            - x is partial and it is not: x is reduced onto its layout (all-reduced where the residual is replicated,
+              reduce-scattered where it is sharded), or it is partial and x is not: the other way round;
+            - both are partial: both are reduced, as ``output_placements`` asks, to replicated by default;
+            - it is replicated and x is sharded: each rank takes its part, which costs nothing.
+
+            Whatever else would have to gather or to exchange shards is refused.
+        weight, eps, offset, casting_mode, normalized_shape, weight_grad: as in ``rms_norm``.
+        output_placements: the placements of y and residual_out, to choose how a partial x or residual is reduced:
+            ``Replicate()`` or ``Shard(d)`` on a mesh dim where one of them is partial; on every other one what the
+            layout gives anyway.
+
+    Returns:
+        (y, residual_out): y of x's dtype and residual_out of the residual's, both contiguous and of x's shape;
+        DTensors in x's layout, partial dims resolved, for a DTensor x. The gradients of x and of the residual have that
+        layout as well.
+
+    Raises:
+        ResidualShapeError, and all that ``rms_norm`` raises: before any communication.
+
+    Example:
+        >>> x, residual, w = torch.randn(2, 8, 16).bfloat16(), torch.randn(2, 8, 16), torch.ones(16)
+        >>> y, residual = add_rms_norm(x, residual, w)
+        >>> y.dtype, residual.dtype
+        (torch.bfloat16, torch.float32)
+    """
+    for name, tensor in (("x", x), ("residual", residual), ("weight", weight)):
+        if not isinstance(tensor, Tensor) and (name != "weight" or tensor is not None):
+            raise DTypeError(f"{name} is a {type(tensor).__name__}: pass a torch tensor")
+    if any(map(is_dtensor, (x, residual, weight))):
+        check_untransformed(x, residual, weight)
+    ndim = check_normalized(x, weight, normalized_shape)
+    eps = check_numbers(x, weight, eps, offset, casting_mode, "stats", weight_grad)
+    check_residual(x, residual)
+    options = eps, float(offset), casting_mode, ndim
+    if is_dtensor(x):
+        if not is_dtensor(residual):
+            raise MixedTensorError(
+                "residual is a plain tensor but x is a DTensor: wrap it with DTensor.from_local(residual, mesh, "
+                "placements)"
             )
-        raise NormalizedShapeError(
-            f"normalized_shape is {shape}, but x has shape {tuple(x.shape)}, whose last dims differ"
+        check_meshes(x, weight, "weight")
+        check_meshes(x, residual, "residual")
+        from meshnorm.sharded_add import sharded_add_rms_norm
+
+        return sharded_add_rms_norm(x, residual, weight, *options, weight_grad, _for_a_graph(output_placements))  # type: ignore[arg-type]
+    if is_dtensor(residual):
+        raise MixedTensorError(
+            "residual is a DTensor but x is a plain tensor: wrap x with DTensor.from_local(x, mesh, placements), or "
+            "pass the residual's local part, residual.to_local()"
         )
-    if 0 in shape:
-        raise NormalizedShapeError(
-            f"normalized_shape {shape} holds a dim of size 0: the mean over no elements is undefined"
+    _check_plain(weight, output_placements)
+    return local_add_rms_norm(x, residual, weight, *options)
+
+
+def _for_a_graph(output_placements: Sequence[Placement] | None) -> Any:
+    """Placements as what torch.compile can put into its graph, where it makes one."""
+    if output_placements is not None and not _may_be_placements(output_placements):
+        raise PlacementError(
+            f"output_placements is {output_placements!r}: give a sequence of placements, one for each mesh dim"
         )
-    return ndim
+    if output_placements is None or not torch.compiler.is_compiling():
+        return output_placements
+    from meshnorm.routing import encoded
+
+    return tuple(encoded(placement) for placement in output_placements)
 
 
-def _check_numbers(
-    x: Tensor, weight: Tensor | None, eps: float | None, offset: float, casting_mode: str, hidden: str, weight_grad: str
-) -> float:
-    """eps as a float, all dtypes, devices and options having been checked."""
-    if x.dtype not in DTYPES:
-        raise DTypeError(f"x has dtype {x.dtype}: RMSNorm takes float64, float32, bfloat16 or float16; cast x first")
-    if x.layout is not torch.strided:
-        raise TensorLayoutError(f"x is {x.layout}: RMSNorm takes strided tensors; densify x, or take its values")
-    if weight is not None:
-        if weight.dtype not in DTYPES:
-            raise DTypeError(
-                f"weight has dtype {weight.dtype}: RMSNorm takes float64, float32, bfloat16 or float16; cast it first"
-            )
-        if weight.layout is not torch.strided:
-            raise TensorLayoutError(f"weight is {weight.layout}: RMSNorm takes strided tensors; densify it")
-        if weight.device != x.device:
-            raise DeviceError(f"weight is on {weight.device} but x is on {x.device}: move one to the other's device")
-    if eps is None:
-        eps = torch.finfo(accumulation_dtype(x.dtype)).eps
-    if not _is_within(eps, 0.0):
-        raise EpsError(f"eps is {eps}: give a finite number that is 0 or more")
-    if not _is_within(offset, -sys.float_info.max):
-        raise OffsetError(f"offset is {offset}: give a finite number (0.0, or 1.0 for the Gemma family)")
-    if casting_mode not in CASTING_MODES:
-        raise CastingModeError(f"casting_mode is {casting_mode!r}: choose one of {', '.join(map(repr, CASTING_MODES))}")
-    if hidden not in HIDDEN:
-        raise OptionError(f'hidden is {hidden!r}: choose "stats" (one number a row is exchanged) or "gather"')
-    if weight_grad not in WEIGHT_GRADS:
-        raise OptionError(f'weight_grad is {weight_grad!r}: choose "auto", "deferred" or "reduced"')
-    return float(eps)
-
-
-def _is_within(value: Any, least: float) -> bool:
-    """Whether a value is a finite number from ``least`` up; False for what is no number."""
-    try:
-        return least <= value < math.inf
-    except (TypeError, RuntimeError):  # a string, a tensor of several elements
-        return False
-
-
-def _check_meshes(x: Any, weight: Any) -> None:
-    if is_dtensor(weight) and weight.device_mesh != x.device_mesh:
-        raise MeshMismatchError(
-            f"weight is on {weight.device_mesh} but x is on {x.device_mesh}: redistribute or rebuild one of them on "
-            f"the other's mesh"
+def _check_plain(weight: Tensor | None, output_placements: Sequence[Placement] | None) -> None:
+    """What must not stand beside a plain x."""
+    if is_dtensor(weight):
+        raise MixedTensorError(
+            "weight is a DTensor but x is a plain tensor: wrap x with DTensor.from_local(x, mesh, placements), or pass "
+            "the weight's local part, weight.to_local()"
         )
+    if output_placements is not None:
+        raise OptionError("output_placements is for a DTensor x, and x is a plain tensor: leave it out")

@@ -162,7 +162,7 @@ def route_of(
     ``output_placements`` differs from what the layout table gives, other than in how a partial x is reduced.
     """
     rows_ndim = ndim - normalized_ndim
-    resolved = _resolve_partial(mesh, x, ndim, output_placements)
+    resolved = resolve_partial(mesh, x, ndim, output_placements)
     kinds = [_kind(mesh, resolved, dim, rows_ndim, ndim) for dim in range(len(resolved))]
     row_dims = tuple(dim for dim, kind in enumerate(kinds) if kind == "row")
     hidden_dims = tuple(dim for dim, kind in enumerate(kinds) if kind == "hidden")
@@ -172,7 +172,7 @@ def route_of(
     hidden_chains = chains(resolved, mesh.sizes, ndim)[rows_ndim:]
     if gathers:
         y = tuple(Replicate() if (d := shard_dim(p, ndim)) is not None and d >= rows_ndim else p for p in resolved)
-    _check_output(mesh, x, y, output_placements, ndim, rows_ndim, gathers)
+    check_output(mesh, x, y, output_placements, ndim, rows_ndim, gathers)
 
     statistic_steps: tuple[Step, ...] = ()
     if not gathers:
@@ -272,8 +272,16 @@ def _move(mesh: Mesh, have: Placements, want: tuple[tuple[Split, ...], ...]) -> 
     return Move(tuple(steps), before, cut)
 
 
-def _resolve_partial(mesh: Mesh, x: Placements, ndim: int, output: Placements | None) -> Placements:
-    """x's placements once its partial mesh dims are reduced, as ``output`` asks where it can be followed."""
+def resolve_partial(
+    mesh: Mesh,
+    x: Placements,
+    ndim: int,
+    output: Placements | None,
+    asking: str = "output_placements asks for",
+    who: str = "x",
+) -> Placements:
+    """x's placements once its partial mesh dims are reduced, as ``output`` asks where it can be followed. ``asking``
+    and ``who`` are the words of a refusal: who asks, and what is partial."""
     resolved = list(x)
     for dim, placement in enumerate(x):
         if not placement.is_partial():
@@ -282,8 +290,8 @@ def _resolve_partial(mesh: Mesh, x: Placements, ndim: int, output: Placements | 
         onto = shard_dim(wanted, ndim)
         if wanted.is_partial() or (onto is not None and split_factor(wanted) is not None):
             raise UnreachableLayoutError(
-                f"output_placements asks for {wanted} on mesh dim {mesh.names[dim]!r}, where x is partial: "
-                f"a partial x can become Replicate() or Shard(d) there"
+                f"{asking} {wanted} on mesh dim {mesh.names[dim]!r}, where {who} is partial: "
+                f"what is partial can become Replicate() or Shard(d) there"
             )
         if onto is None:
             resolved[dim] = Replicate()
@@ -291,15 +299,15 @@ def _resolve_partial(mesh: Mesh, x: Placements, ndim: int, output: Placements | 
         later = [d for d in range(dim + 1, len(x)) if shard_dim(x[d], ndim) == onto and mesh.sizes[d] > 1]
         if mesh.sizes[dim] > 1 and later:
             raise UnreachableLayoutError(
-                f"output_placements asks for {wanted} on mesh dim {mesh.names[dim]!r}, but the later mesh dim "
+                f"{asking} {wanted} on mesh dim {mesh.names[dim]!r}, but the later mesh dim "
                 f"{mesh.names[later[0]]!r} shards the same tensor dim already, and shards are cut in mesh order: "
-                f"ask for Replicate() or another dim, or redistribute x first"
+                f"ask for Replicate() or another dim, or redistribute {who} first"
             )
         resolved[dim] = Shard(onto)
     return tuple(resolved)
 
 
-def _check_output(
+def check_output(
     mesh: Mesh, x: Placements, y: Placements, output: Placements | None, ndim: int, rows_ndim: int, gathers: bool
 ) -> None:
     if output is None:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from meshnorm.checks import is_dtensor
 from meshnorm.errors import CastingModeError, OptionError
-from meshnorm.functional import is_dtensor, rms_norm
+from meshnorm.functional import rms_norm
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -73,12 +73,12 @@ def _local_backward(ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, rstd
     return dx if needs_dx else None, dw if needs_dw else None, None
 
 
-def once_differentiable(backward: Callable[..., Any], ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def once_differentiable(backward: Callable[..., Any], ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients of ``backward``, tied to what they depend on: differentiating them again raises an error."""
     saved = ctx.saved_tensors  # read once: what checkpointing recomputes is there for one reading
     with torch.no_grad():
-        gradients = backward(ctx, dy, *saved)
-    return tuple(None if g is None else _Once.apply(g, dy, *saved) for g in gradients)
+        gradients = backward(ctx, *dys, *saved)
+    return tuple(None if g is None else _Once.apply(g, *dys, *saved) for g in gradients)
 
 
 class _Once(torch.autograd.Function):
@@ -88,13 +88,14 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):  # type: ignore[override]
-        _refuse_double_backward()
+        refuse_double_backward()
 
 
-def _refuse_double_backward(*_: Any) -> None:
+def refuse_double_backward(*_: Any) -> None:
     raise DoubleBackwardError(
         "the gradient of an RMSNorm's gradient is not supported: leave create_graph=False in the first backward, or "
-        "compute this norm with meshnorm.formula.reference_forward, which torch differentiates any number of times"
+        "compute this norm with meshnorm.formula.reference_forward, or reference_add_forward, which torch "
+        "differentiates any number of times"
     )
 
 
@@ -113,4 +114,4 @@ def _op_backward(ctx: Any, dy: Tensor, _: Any):
 
 
 torch.library.register_autograd("meshnorm::forward", _op_backward, setup_context=_save)
-torch.library.register_autograd("meshnorm::backward", _refuse_double_backward)
+torch.library.register_autograd("meshnorm::backward", refuse_double_backward)

@@ -1,4 +1,4 @@
-"""RMSNorm as a module."""
+"""RMSNorm, and the norm behind an addition, as modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from meshnorm.functional import rms_norm
+from meshnorm.functional import add_rms_norm, rms_norm
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -92,3 +92,54 @@ class RMSNorm(torch.nn.RMSNorm):
         if self.offset:
             text += f", offset={self.offset}"
         return f"{text}, casting_mode={self.casting_mode!r}"
+
+
+class AddRMSNorm(RMSNorm):
+    """``residual_out = x + residual`` and its RMSNorm, as ``meshnorm.add_rms_norm``: a ``RMSNorm`` whose ``forward``
+    takes the residual too, with the same parameter and state dict.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, device, dtype, offset: as of ``RMSNorm``.
+        casting_mode, weight_grad, output_placements: as in ``meshnorm.add_rms_norm``.
+
+    Shape:
+        x and residual ``(*rows, *normalized_shape)`` -> y of x's dtype, residual_out of the residual's
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        weight_grad: str = "auto",
+        output_placements: Sequence[Placement] | None = None,
+    ) -> None:
+        super().__init__(
+            normalized_shape,
+            eps,
+            elementwise_affine,
+            device,
+            dtype,
+            offset=offset,
+            casting_mode=casting_mode,
+            weight_grad=weight_grad,
+            output_placements=output_placements,
+        )
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return add_rms_norm(
+            x,
+            residual,
+            self.weight,
+            self.eps,
+            offset=self.offset,
+            casting_mode=self.casting_mode,
+            normalized_shape=self.normalized_shape,
+            weight_grad=self.weight_grad,
+            output_placements=self.output_placements,
+        )

@@ -23,19 +23,19 @@ from meshnorm.kernels import kernels_for
 from meshnorm.rows import empty_like_contiguous, empty_per_row, flat_weight, row_view
 
 
-def _op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a function as ``meshnorm::<its name>``; calls go to it directly or through the op."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        op = torch.library.custom_op(f"meshnorm::{function.__name__}", function, mutates_args=(), schema=schema)
-        op.register_fake(fake)
+        registered = torch.library.custom_op(f"meshnorm::{function.__name__}", function, mutates_args=(), schema=schema)
+        registered.register_fake(fake)
 
         def call(*args: Any) -> Any:
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
-            return function(*args) if unobserved(*tensors) else op(*args)
+            return function(*args) if unobserved(*tensors) else registered(*args)
 
         call.__doc__ = function.__doc__
-        call.direct, call.op = function, op  # type: ignore[attr-defined]
+        call.direct, call.op = function, registered  # type: ignore[attr-defined]
         return call
 
     return register
@@ -61,7 +61,7 @@ def _gradients(
     return dx, torch.empty(shape, dtype=dw_dtype, device=x.device)
 
 
-@_op("(Tensor x, Tensor? weight, float eps, float offset, str casting_mode, int ndim) -> (Tensor, Tensor)", _y_and_rstd)
+@op("(Tensor x, Tensor? weight, float eps, float offset, str casting_mode, int ndim) -> (Tensor, Tensor)", _y_and_rstd)
 def forward(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, ndim: int
 ) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ def backward_into(
     return dx, dw
 
 
-@_op(
+@op(
     "(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, int ndim, bool needs_dx, bool needs_dw, "
     "ScalarType dw_dtype) -> (Tensor, Tensor)",
     lambda dy, x, weight, rstd, offset, ndim, needs_dx, needs_dw, dw_dtype: _gradients(
@@ -145,7 +145,7 @@ def backward(
     return backward_into(dy, x, weight, rstd, offset, ndim, needs_dx, needs_dw, dw_dtype, False)
 
 
-@_op("(Tensor x, int ndim) -> Tensor", empty_per_row)
+@op("(Tensor x, int ndim) -> Tensor", empty_per_row)
 def statistic(x: Tensor, ndim: int) -> Tensor:
     """Σ x² of each row, over the columns that x holds."""
     total = empty_per_row(x, ndim)
@@ -155,10 +155,13 @@ def statistic(x: Tensor, ndim: int) -> Tensor:
     return total
 
 
-@_op(
-    "(Tensor x, Tensor? weight, Tensor total, int hidden_size, float eps, float offset, str casting_mode, int ndim) "
-    "-> (Tensor, Tensor)",
-    _y_and_rstd,
+@op(
+    "(Tensor x, Tensor? weight, Tensor total, int hidden_size, float eps, float offset, str casting_mode, int ndim, "
+    "ScalarType? dtype=None) -> (Tensor, Tensor)",
+    lambda x, weight, total, hidden_size, eps, offset, casting_mode, ndim, dtype=None: (
+        empty_like_contiguous(x, dtype),
+        empty_per_row(x, ndim),
+    ),
 )
 def apply(
     x: Tensor,
@@ -169,9 +172,10 @@ def apply(
     offset: float,
     casting_mode: str,
     ndim: int,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(y, rstd) from ``total``, Σ x² of each row over all ``hidden_size`` columns."""
-    y, rstd = empty_like_contiguous(x), empty_per_row(x, ndim)
+    """(y, rstd) from ``total``, Σ x² of each row over all ``hidden_size`` columns. y has ``dtype``, x's by default."""
+    y, rstd = empty_like_contiguous(x, dtype), empty_per_row(x, ndim)
     if not x.numel():
         return y, rstd.zero_()
     rows = row_view(x, ndim)
@@ -189,7 +193,7 @@ def apply(
     return y, rstd
 
 
-@_op(
+@op(
     "(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, int ndim) -> Tensor",
     lambda dy, x, weight, rstd, offset, ndim: empty_per_row(x, ndim),
 )
@@ -238,7 +242,7 @@ def backward_apply_into(
     return dx, dw
 
 
-@_op(
+@op(
     "(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor total, int hidden_size, float offset, int ndim, "
     "bool needs_dx, bool needs_dw, ScalarType dw_dtype) -> (Tensor, Tensor)",
     lambda dy, x, weight, rstd, total, hidden_size, offset, ndim, needs_dx, needs_dw, dw_dtype: _gradients(

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from meshnorm.checks import check_untransformed
 from meshnorm.converting.converted import is_converted
 from meshnorm.errors import OptionError, PlacementError
-from meshnorm.functional import check_untransformed
 from meshnorm.module import RMSNorm
 
 __all__ = ["HiddenParallel"]

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
+from meshnorm.checks import DTYPES, HIDDEN, WEIGHT_GRADS
 from meshnorm.errors import DTypeError, NormalizedShapeError, OptionError, PlacementError
 from meshnorm.formula import accumulation_dtype
-from meshnorm.functional import DTYPES, HIDDEN, WEIGHT_GRADS
 from meshnorm.geometry import Split, local_shape, local_size
 from meshnorm.layout import Mesh, Move, Placements, Route, Step, move, normalize, route_of
 
@@ -54,6 +54,8 @@ class Plan:
         gathering: what a norm that does not know DTensor, and so replicates the whole of x first, would communicate in
             its forward.
         rows, columns: what one rank normalizes: how many rows, and how many numbers of each.
+        residual: the residual's placements, of ``add_rms_norm``, whose residual_out lies as y does and whose residual
+            has its gradient where x has: in ``dx``. None for ``rms_norm``.
     """
 
     shape: tuple[int, ...]
@@ -69,12 +71,15 @@ class Plan:
     gathering: tuple[Collective, ...]
     rows: int
     columns: int
+    residual: Placements | None = None
 
     def __str__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh)
+        added = "" if self.residual is None else " + residual"
         lines = [
-            f"RMSNorm of {_words(self.dtype)}[{', '.join(map(str, self.shape))}] on mesh {mesh}",
+            f"RMSNorm of {_words(self.dtype)}[{', '.join(map(str, self.shape))}]{added} on mesh {mesh}",
             f"  x         {_placement_words(self.x)}, a rank normalizes {self.rows} rows of {self.columns}",
+            *([f"  residual  {_placement_words(self.residual)}"] if self.residual is not None else []),
             f"  y         {_placement_words(self.y)}",
             f"  dX        {'not needed' if self.dx is None else _placement_words(self.dx)}",
             f"  dW        {'none' if self.dw is None else _placement_words(self.dw)}",
@@ -101,8 +106,12 @@ def plan(
     x_requires_grad: bool = True,
     weight_requires_grad: bool = True,
     coordinate: Sequence[int] | None = None,
+    residual: Tensor | Sequence[Placement] | None = None,
+    residual_dtype: torch.dtype | None = None,
+    d_residual_out_placements: Sequence[Placement] | None = None,
 ) -> Plan:
-    """The plan of ``rms_norm`` for a layout: placements of y, dX and dW, and the collectives of both passes in bytes.
+    """The plan of ``rms_norm``, or with a residual of ``add_rms_norm``, for a layout: placements of y, dX and dW, and
+    the collectives of both passes in bytes.
 
     It is pure arithmetic: no process group is needed, so that a laptop can plan a mesh of any size.
 
@@ -119,6 +128,10 @@ def plan(
         x_requires_grad, weight_requires_grad: False for a frozen x or weight, which costs no communication.
         coordinate: which rank's bytes to state, by its place on the mesh; the first rank's by default, which holds the
             most where shards are uneven.
+        residual: the residual's placements, or the residual itself: the plan is then that of ``add_rms_norm``.
+            ``x_requires_grad`` is whether x or the residual needs a gradient.
+        residual_dtype: of the residual, where it is not given as a tensor. Defaults to x's.
+        d_residual_out_placements: of the gradient of residual_out, as ``dy_placements``.
 
     Example:
         >>> print(plan((8, 8192, 4096), [Shard(0), Shard(1)], {"dp": 2, "cp": 4}))  # doctest: +ELLIPSIS
@@ -143,6 +156,15 @@ def plan(
     if isinstance(weight_placement, tuple):
         weight_placement = normalize(weight_placement, len(normalized), facts, "weight")
     output = None if output_placements is None else normalize(output_placements, len(shape), facts, "output_placements")
+    at = tuple(coordinate) if coordinate is not None else (0,) * len(facts.sizes)
+    dy = None if dy_placements is None else normalize(dy_placements, len(shape), facts, "dy_placements")
+    if residual is not None:
+        from meshnorm.planning_add import add_plan
+
+        layout = (facts, x_placements, len(shape), len(normalized), weight_placement, weight_grad, output)
+        dtypes = dtype, residual_dtype, dtype_of_weight
+        gradients = x_requires_grad, weight_requires_grad, dy, d_residual_out_placements
+        return add_plan(residual, layout, shape, dtypes, gradients, at, hidden)
     route = route_of(
         facts,
         x_placements,
@@ -154,8 +176,6 @@ def plan(
         output,
         weight_requires_grad,
     )
-    at = tuple(coordinate) if coordinate is not None else (0,) * len(facts.sizes)
-    dy = None if dy_placements is None else normalize(dy_placements, len(shape), facts, "dy_placements")
     return priced(route, shape, dtype, dtype_of_weight, x_requires_grad, at, dy)
 
 
@@ -177,12 +197,12 @@ def priced(
     rows = math.prod(resolved[: len(shape) - ndim])
     columns = math.prod(hidden_shape if route.gathers else resolved[len(shape) - ndim :])
     statistic = tuple(_collective(mesh, step, rows * accumulation) for step in route.statistic_steps)
-    moves_x = _moves(route.x_move, shape, mesh, coordinate, dtype.itemsize)
+    moves_x = move_costs(route.x_move, shape, mesh, coordinate, dtype.itemsize)
     moves_weight: tuple[Collective, ...] = ()
     if route.weight_move is not None and weight_dtype is not None:
-        moves_weight = _moves(route.weight_move, hidden_shape, mesh, coordinate, weight_dtype.itemsize)
+        moves_weight = move_costs(route.weight_move, hidden_shape, mesh, coordinate, weight_dtype.itemsize)
     moves_dy = (
-        () if dy is None else _moves(move(mesh, dy, route.y, len(shape)), shape, mesh, coordinate, dtype.itemsize)
+        () if dy is None else move_costs(move(mesh, dy, route.y, len(shape)), shape, mesh, coordinate, dtype.itemsize)
     )
     dw_numbers = math.prod(hidden_shape) if route.sums_whole_weight else columns
     dw = tuple(_collective(mesh, step, dw_numbers * accumulation) for step in route.dw_steps)
@@ -198,7 +218,7 @@ def priced(
         dw=route.dw,
         forward=moves_x + moves_weight + statistic,
         backward=moves_dy + (statistic if x_requires_grad else ()) + dw if runs_backward else (),
-        gathering=_gathering(route, shape, coordinate, dtype.itemsize),
+        gathering=gathering_costs(route, shape, coordinate, dtype.itemsize),
         rows=rows,
         columns=columns,
     )
@@ -208,7 +228,7 @@ def _collective(mesh: Mesh, step: Step, size: int) -> Collective:
     return Collective(step.kind, "_".join(mesh.names[dim] for dim in step.mesh_dims), size)
 
 
-def _moves(
+def move_costs(
     moving: Move, shape: tuple[int, ...], mesh: Mesh, coordinate: tuple[int, ...], itemsize: int
 ) -> tuple[Collective, ...]:
     """The collectives of a move, with what this rank contributes to each."""
@@ -237,12 +257,12 @@ def _moves(
     return tuple(found)
 
 
-def _gathering(
+def gathering_costs(
     route: Route, shape: tuple[int, ...], coordinate: tuple[int, ...], itemsize: int
 ) -> tuple[Collective, ...]:
     """What replicating x over every mesh dim would communicate."""
     whole = move(route.mesh, route.x, (Replicate(),) * len(route.x), len(shape))
-    return _moves(whole, shape, route.mesh, coordinate, itemsize)
+    return move_costs(whole, shape, route.mesh, coordinate, itemsize)
 
 
 def _check_sizes(shape: tuple[int, ...], mesh: Any, dtype: torch.dtype, coordinate: Sequence[int] | None) -> None:

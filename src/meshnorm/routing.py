@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from meshnorm import dtensors
 from meshnorm.errors import PlacementError
 from meshnorm.layout import Mesh, Placements, Route, WeightPlacement, normalize, route_of
+from meshnorm.layout_add import AddRoute, add_route_of
 from meshnorm.meshes import describe
 
 
@@ -26,23 +27,52 @@ def route_for(
     """The route of this call. Reads metadata alone, so that a refused call is refused on every rank alike."""
     check_order(x, "x")
     check_order(weight, "weight")
-    if weight is None:
-        weight_placement = None
-    elif isinstance(weight, DTensor):
-        weight_placement = weight.placements
-    else:
-        weight_placement = "plain"
     return _route(
         describe(x.device_mesh),
         x.placements,
         x.ndim,
         ndim,
-        weight_placement,
+        _weight_placement(weight),
         hidden,
         weight_grad,
-        None if output_placements is None else tuple(map(_decoded, output_placements)),
+        _output(output_placements),
         weight is not None and weight.requires_grad,
     )
+
+
+def add_route_for(
+    x: DTensor,
+    residual: DTensor,
+    weight: Tensor | None,
+    ndim: int,
+    weight_grad: str,
+    output_placements: Sequence[Placement] | None,
+) -> AddRoute:
+    """The same for a norm behind an addition."""
+    check_order(x, "x")
+    check_order(residual, "residual")
+    check_order(weight, "weight")
+    return _add_route(
+        describe(x.device_mesh),
+        x.placements,
+        residual.placements,
+        x.ndim,
+        ndim,
+        _weight_placement(weight),
+        weight_grad,
+        _output(output_placements),
+        weight is not None and weight.requires_grad,
+    )
+
+
+def _weight_placement(weight: Tensor | None) -> WeightPlacement:
+    if weight is None:
+        return None
+    return weight.placements if isinstance(weight, DTensor) else "plain"
+
+
+def _output(output_placements: Sequence[Placement] | None) -> Placements | None:
+    return None if output_placements is None else tuple(map(_decoded, output_placements))
 
 
 def check_order(tensor: Tensor | None, name: str) -> None:
@@ -85,3 +115,24 @@ def _route(
         output = normalize(output, x_ndim, mesh, "output_placements")
     x = normalize(x, x_ndim, mesh, "x")
     return route_of(mesh, x, x_ndim, ndim, weight, hidden, weight_grad, output, weight_requires_grad)
+
+
+@lru_cache(maxsize=4096)
+def _add_route(
+    mesh: Mesh,
+    x: Placements,
+    residual: Placements,
+    x_ndim: int,
+    ndim: int,
+    weight: WeightPlacement,
+    weight_grad: str,
+    output: Placements | None,
+    weight_requires_grad: bool,
+) -> AddRoute:
+    """``add_route_of`` for placements as torch gives them."""
+    if isinstance(weight, tuple):
+        weight = normalize(weight, ndim, mesh, "weight")
+    if output is not None:
+        output = normalize(output, x_ndim, mesh, "output_placements")
+    x, residual = normalize(x, x_ndim, mesh, "x"), normalize(residual, x_ndim, mesh, "residual")
+    return add_route_of(mesh, x, residual, x_ndim, ndim, weight, weight_grad, output, weight_requires_grad)

@@ -50,8 +50,8 @@ def flat_weight(weight: Tensor | None) -> Tensor | None:
     return (weight.resolve_neg() if weight.is_neg() else weight).reshape(-1).contiguous()
 
 
-def empty_like_contiguous(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def empty_like_contiguous(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
 
 def empty_per_row(x: Tensor, ndim: int) -> Tensor:

@@ -140,7 +140,7 @@ class ShardedNorm:
         """(y, rstd, this rank's part of the weight)."""
         route, mesh, ndim = self.route, self.mesh, self.route.normalized_ndim
         local = self.part(x)
-        local_weight = _local_weight(weight, self)
+        local_weight = local_weight_of(weight, self)
         rstd = None
         if not self.on_mesh:
             y, rstd = local.clone(), local.new_empty(0, dtype=accumulation_dtype(x.dtype))
@@ -202,16 +202,16 @@ def _sharded_backward(
     route, mesh = norm.route, norm.mesh
     local = norm.part(x)
     if local_weight is None:
-        local_weight = _local_weight(weight, norm)
+        local_weight = local_weight_of(weight, norm)
     needs_dx, needs_dw, _ = ctx.needs_input_grad
-    local_dy = _local_dy(dy, norm) if norm.on_mesh else local_part(dy)
+    local_dy = local_gradient(dy, norm, "y")
     if not norm.on_mesh:
         dx = local.clone() if needs_dx else None
         shape = norm.hidden_shape if route.weight == "plain" else (0,)
         dw = local.new_zeros(shape, dtype=norm.weight_dtype) if needs_dw else None
     else:
         dx, dw = _local_gradients(norm, local_dy, local, local_weight, rstd, needs_dx, needs_dw)
-        dw = _finish_dw(dw, route, norm.hidden_shape, norm.weight_dtype, mesh) if needs_dw else None
+        dw = finish_dw(dw, route, norm.hidden_shape, norm.weight_dtype, mesh) if needs_dw else None
     if dx is not None and needs_dx:
         dx = norm.wrapped(x, dx.view_as(dx) if dx is local_dy else dx, route.y, norm.shape)
     if dw is not None and route.weight != "plain":
@@ -242,7 +242,7 @@ def _local_gradients(
     return ops.backward_apply_into(*args, True) if in_place else ops.backward_apply(*args)
 
 
-def _local_weight(weight: Tensor | None, norm: ShardedNorm) -> Tensor | None:
+def local_weight_of(weight: Tensor | None, norm: ShardedNorm) -> Tensor | None:
     """The part of the weight that belongs to the columns held here."""
     weight_move = norm.route.weight_move
     if weight is None or weight_move is None:
@@ -254,30 +254,34 @@ def _local_weight(weight: Tensor | None, norm: ShardedNorm) -> Tensor | None:
     return moved(local, weight_move, norm.hidden_shape, norm.mesh, given)
 
 
-def _check_mesh(dy: DTensor, mesh: DeviceMesh) -> None:
+def _check_mesh(dy: DTensor, mesh: DeviceMesh, of: str = "y") -> None:
     if dy.device_mesh != mesh:
         raise MeshMismatchError(
-            f"the gradient of y is on {dy.device_mesh} but y is on {mesh}: redistribute the gradient onto y's mesh"
+            f"the gradient of {of} is on {dy.device_mesh} but {of} is on {mesh}: redistribute the gradient onto "
+            f"{of}'s mesh"
         )
 
 
-def _local_dy(dy: Tensor, norm: ShardedNorm) -> Tensor:
-    """This rank's part of dY in y's placement, whatever placement it arrived in."""
+def local_gradient(dy: Tensor, norm: ShardedNorm, of: str) -> Tensor:
+    """This rank's part of the gradient of y, or of what lies as y does, in y's placement, whatever placement it arrived
+    in."""
+    if not norm.on_mesh:
+        return local_part(dy)
     if not isinstance(dy, DTensor):
         raise MixedTensorError(
-            "the gradient of y is a plain tensor, but y is a DTensor: wrap the gradient as y is wrapped"
+            f"the gradient of {of} is a plain tensor, but {of} is a DTensor: wrap the gradient as {of} is wrapped"
         )
     route, mesh, shape = norm.route, norm.mesh, norm.shape
-    _check_mesh(dy, mesh)
-    check_order(dy, "the gradient of y")
+    _check_mesh(dy, mesh, of)
+    check_order(dy, f"the gradient of {of}")
     local = norm.part(dy)
     if tuple(dy.placements) == route.y:
         return local
-    have = normalize(dy.placements, len(shape), route.mesh, "the gradient of y")
+    have = normalize(dy.placements, len(shape), route.mesh, f"the gradient of {of}")
     return moved(local, move(route.mesh, have, route.y, len(shape)), shape, mesh, dy.placements)
 
 
-def _finish_dw(dw: Tensor, route: Route, hidden_shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
+def finish_dw(dw: Tensor, route: Route, hidden_shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
     """The local part of dW as the route places it: summed if the route sums it, then cast, then cut to size."""
     if route.sums_whole_weight and route.splits_hidden:
         dw = embedded(dw, route.hidden_chains, hidden_shape, mesh)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from meshnorm.checks import DTYPES, HIDDEN, WEIGHT_GRADS
 from meshnorm.errors import OptionError
-from meshnorm.functional import DTYPES, HIDDEN, WEIGHT_GRADS
 
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES} | {
     "bf16": torch.bfloat16,
@@ -38,6 +38,8 @@ def add_to(verbs: Any) -> None:
     parser.add_argument(
         "--x", required=True, help="x's placements, one a mesh dim: R, S(dim), P, P(op), SS(dim,split_factor)"
     )
+    parser.add_argument("--residual", help="the residual's placements: the plan is that of add_rms_norm")
+    parser.add_argument("--residual-dtype", choices=list(DTYPE_NAMES), metavar="DTYPE", help="defaults to x's")
     parser.add_argument("--weight", default="replicated", help='"replicated" (default), "plain", "none" or placements')
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPE_NAMES), metavar="DTYPE", help="x's dtype")
     parser.add_argument("--weight-dtype", choices=list(DTYPE_NAMES), metavar="DTYPE", help="defaults to x's")
@@ -70,6 +72,8 @@ def run(options: argparse.Namespace) -> int:
             hidden=options.hidden,
             weight_grad=options.weight_grad,
             output_placements=parse_placements(options.output) if options.output else None,
+            residual=parse_placements(options.residual) if options.residual else None,
+            residual_dtype=DTYPE_NAMES.get(options.residual_dtype),
         )
     )
     return 0

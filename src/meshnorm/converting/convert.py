@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
+from meshnorm.checks import HIDDEN, WEIGHT_GRADS
 from meshnorm.converting.converted import is_converted, swap, unswap
 from meshnorm.converting.probe import recipe_of
 from meshnorm.converting.recipe import Recipe
 from meshnorm.converting.report import Left, Report, Swapped
 from meshnorm.converting.shell import Refused, signature
 from meshnorm.errors import OptionError
-from meshnorm.functional import HIDDEN, WEIGHT_GRADS
 from meshnorm.module import RMSNorm
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from meshnorm.checks import DTYPES
 from meshnorm.converting.recipe import APART, FUSED, RAISED, Recipe, Situation
 from meshnorm.converting.rounding import admits
 from meshnorm.converting.shell import Refused, Shell, accelerator, undisturbed
 from meshnorm.formula import CASTING_MODES, accumulation_dtype, reference_backward, reference_rstd
-from meshnorm.functional import DTYPES
 
 # In a probe there are at least so many elements a row scale, enough for two casting modes to differ in some.
 _ELEMENTS = 512

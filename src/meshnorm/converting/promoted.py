@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from meshnorm.checks import is_dtensor
 from meshnorm.errors import OptionError
-from meshnorm.functional import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshnorm.functional import DTYPES
+from meshnorm.checks import DTYPES
 
 # The width of a probe of a norm that holds no tensor and takes any width.
 _WIDTH = 48

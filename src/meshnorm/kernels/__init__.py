@@ -23,6 +23,18 @@ preallocated outputs and return None. Tensors:
 With ``statistic`` and ``apply`` x may be a slice of the hidden dim: the caller adds the totals of the slices, and
 ``hidden_size`` is the length of the whole row. A gradient that is not wanted is None and costs nothing.
 
+A norm of a sum, x + residual: ``forward`` and ``statistic`` also take
+
+- ``residual``: a row view of M rows, of any float dtype (float64 beside a float64 x, and only there), and
+- ``residual_out``: contiguous (M, N) of the residual's dtype. x + residual is rounded into it, and it is what is
+  normalized.
+
+``residual_out`` then stands for x in all other functions, and y keeps x's dtype. ``backward`` and ``backward_apply``
+also take
+
+- ``d_residual_out``: contiguous (M, N), of the dtype of ``residual_out``: added to dX before it is rounded.
+- ``d_residual``: contiguous (M, N): dX once more, in a dtype of its own; that of ``dx`` may be any here.
+
 A row's y, rstd and dX depend on this row, N and the dtypes alone; every result is bitwise repeatable.
 """
 

@@ -33,25 +33,34 @@ BLOCK_ELEMENTS_ACCELERATOR = 1 << 24
 
 
 def forward(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float, mode: str, y: Tensor, rstd: Tensor | None
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    mode: str,
+    y: Tensor,
+    rstd: Tensor | None,
+    residual: Tensor | None = None,
+    residual_out: Tensor | None = None,
 ) -> None:
-    """y and rstd, or y alone where rstd is None."""
+    """y and rstd, or y alone where rstd is None; with a residual of what is then residual_out."""
     blocks = _Blocks(x)
-    normalize = _Normalizer(weight, offset, mode, x.dtype)
+    normalize = _Normalizer(weight, offset, mode, y.dtype)
     values, work = blocks.buffer(), blocks.buffer()
     for rows in blocks:
-        x_block = blocks.read(x, rows, values)
+        x_block = blocks.read_sum(x, residual, residual_out, rows, values, work)
         total = _row_sums(torch.mul(x_block, x_block, out=_head(work, rows)), work)
         row_rstd = _rsqrt_of_mean(total, blocks.n, eps, out=None if rstd is None else rstd[rows])
         normalize(x_block, row_rstd, work, y[rows])
 
 
-def statistic(x: Tensor, total: Tensor) -> None:
-    """total = Σ x² over x's columns."""
+def statistic(x: Tensor, total: Tensor, residual: Tensor | None = None, residual_out: Tensor | None = None) -> None:
+    """total = Σ x² over x's columns; with a residual Σ residual_out²."""
     blocks = _Blocks(x)
     values = blocks.buffer()
+    work = values if residual is None else blocks.buffer()
     for rows in blocks:
-        x_block = blocks.read(x, rows, values)
+        x_block = blocks.read_sum(x, residual, residual_out, rows, values, work)
         total[rows] = _row_sums(torch.mul(x_block, x_block, out=_head(values, rows)), values)
 
 
@@ -68,7 +77,7 @@ def apply(
 ) -> None:
     """y and rstd, given total = Σ x² over all ``hidden_size`` columns, of which x may hold a slice."""
     blocks = _Blocks(x)
-    normalize = _Normalizer(weight, offset, mode, x.dtype)
+    normalize = _Normalizer(weight, offset, mode, y.dtype)
     values, work = blocks.buffer(), blocks.buffer()
     for rows in blocks:
         x_block = blocks.read(x, rows, values)
@@ -77,10 +86,18 @@ def apply(
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, dx: Tensor | None, dw: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    dx: Tensor | None,
+    dw: Tensor | None,
+    d_residual_out: Tensor | None = None,
+    d_residual: Tensor | None = None,
 ) -> None:
     """dX and dW, or the one of them that is not None."""
-    _gradients(dy, x, weight, rstd, None, x.shape[2], offset, dx, dw)
+    _gradients(dy, x, weight, rstd, None, x.shape[2], offset, dx, dw, d_residual_out, d_residual)
 
 
 def backward_statistic(
@@ -108,9 +125,11 @@ def backward_apply(
     offset: float,
     dx: Tensor | None,
     dw: Tensor | None,
+    d_residual_out: Tensor | None = None,
+    d_residual: Tensor | None = None,
 ) -> None:
     """dX and dW, given total = Σ dY·(w+offset)·x̂ over all ``hidden_size`` columns, of which x may hold a slice."""
-    _gradients(dy, x, weight, rstd, total, hidden_size, offset, dx, dw)
+    _gradients(dy, x, weight, rstd, total, hidden_size, offset, dx, dw, d_residual_out, d_residual)
 
 
 def _gradients(
@@ -123,6 +142,8 @@ def _gradients(
     offset: float,
     dx: Tensor | None,
     dw: Tensor | None,
+    d_residual_out: Tensor | None,
+    d_residual: Tensor | None,
 ) -> None:
     """The loop of both backwards: without ``total`` the row sums are taken here."""
     blocks = _Blocks(x)
@@ -146,7 +167,12 @@ def _gradients(
             row_total = _row_sums(scratch if scale is None else scratch.mul_(scale), work)
         scaled = dy_block if scale is None else torch.mul(dy_block, scale, out=scratch)
         x_hat.mul_((row_total / hidden_size)[:, None])
-        dx[rows] = torch.sub(scaled, x_hat, out=scratch).mul_(row_rstd)
+        gradient = torch.sub(scaled, x_hat, out=scratch).mul_(row_rstd)
+        if d_residual_out is not None:
+            gradient.add_(blocks.read(d_residual_out[None], rows, x_values))
+        dx[rows] = gradient
+        if d_residual is not None:
+            d_residual[rows] = gradient
     if dw is not None and accumulator is not None:
         dw.copy_(_fold_rows(accumulator))
 
@@ -186,6 +212,24 @@ class _Blocks:
             buffer[begin : begin + length].view(part.shape).copy_(part)
             start, begin = start + length, begin + length
         return buffer[:begin]
+
+    def read_sum(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        residual_out: Tensor | None,
+        rows: slice,
+        values: Tensor,
+        work: Tensor,
+    ) -> Tensor:
+        """These rows of x; with a residual those of x + residual as residual_out, where they are written, holds
+        them."""
+        x_block = self.read(x, rows, values)
+        if residual is None or residual_out is None:
+            return x_block
+        exact = torch.add(x_block, self.read(residual, rows, work), out=_head(values, rows))
+        stored = residual_out[rows].copy_(exact)
+        return exact if stored.dtype == exact.dtype else exact.copy_(stored)
 
 
 class _Normalizer:

@@ -16,7 +16,7 @@ from .clusters import has_clusters
 from .gpu_chunks import backward_chunks, can_chunk
 from .gpu_split import backward_split, can_split, forward_split, widest_split
 from .launching import has_ptx, launch, scratch
-from .row_views import aligned, row_view
+from .row_views import aligned, residual_rows, row_view
 from .settings import (
     ChunkSettings,
     PersistentSettings,
@@ -58,43 +58,56 @@ def forward(
     mode: str,
     y: Tensor,
     rstd: Tensor | None,
+    residual: Tensor | None = None,
+    residual_out: Tensor | None = None,
     *,
     settings: RowSettings | None = None,
 ) -> None:
-    """y and rstd, or y alone where rstd is None."""
-    n = x.shape[2]
-    split = forward_split_settings(n, x.dtype) if settings is None and can_split(x.device, x.dtype) else None
+    """y and rstd, or y alone where rstd is None; with a residual of what is then residual_out.
+
+    With a residual no row is split over programs: one wider than 131072 columns is read twice by one.
+    """
+    n, dtype = x.shape[2], x.dtype if residual is None else residual.dtype
+    may_split = settings is None and residual is None and can_split(x.device, dtype)
+    split = forward_split_settings(n, dtype) if may_split else None
     if split is not None and n <= widest_split(split, multiprocessors(x.device)):
         stages = _stages(split, x.element_size(), _shared_memory(x.device))
         if rstd is None:
             rstd = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
         forward_split(x, weight, eps, offset, mode, y, rstd, split, multiprocessors(x.device), stages)
         return
-    tile = settings or forward_settings(n, x.dtype)
-    view = row_view(x)
+    tile = settings or forward_settings(n, dtype, residual is not None)
+    view, (where, how) = row_view(x), residual_rows(residual)
     whole = n <= tile.block
     shape = (tile.rows, tile.block) if whole else (tile.block, tile.held)
     _launch(
         forward_kernel if whole else forward_wide_kernel,
         (_ceil(view.m, tile.rows) if whole else view.m,),
         tile,
-        (x, weight, y, rstd, view.m, view.b, view.stride_a, view.stride_b, n),
-        (view.unit, view.flat, view.int64, n, eps, offset, mode, *shape, has_ptx(x.device)),
+        (x, weight, y, rstd, residual, residual_out, view.m, view.b, view.stride_a, view.stride_b, n, *where),
+        (*how, view.unit, view.flat, view.int64, n, eps, offset, mode, *shape, has_ptx(x.device)),
     )
 
 
-def statistic(x: Tensor, total: Tensor, *, settings: RowSettings | None = None) -> None:
-    """total = Σ x² over x's columns."""
+def statistic(
+    x: Tensor,
+    total: Tensor,
+    residual: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    *,
+    settings: RowSettings | None = None,
+) -> None:
+    """total = Σ x² over x's columns; with a residual Σ residual_out²."""
     n = x.shape[2]
-    tile = settings or statistic_settings(n, x.dtype)
-    x = aligned(x)
-    view = row_view(x)
+    tile = settings or statistic_settings(n, x.dtype if residual is None else residual.dtype)
+    x, residual = aligned(x), None if residual is None else aligned(residual)
+    view, (where, how) = row_view(x), residual_rows(residual)
     _launch(
         statistic_kernel,
         (_ceil(view.m, tile.rows),),
         tile,
-        (x, total, view.m, view.b, view.stride_a, view.stride_b),
-        (view.unit, view.flat, view.int64, n, tile.rows, tile.block, has_ptx(x.device)),
+        (x, total, residual, residual_out, view.m, view.b, view.stride_a, view.stride_b, *where),
+        (*how, view.unit, view.flat, view.int64, n, tile.rows, tile.block, has_ptx(x.device)),
     )
 
 
@@ -132,32 +145,38 @@ def backward(
     offset: float,
     dx: Tensor | None,
     dw: Tensor | None,
+    d_residual_out: Tensor | None = None,
+    d_residual: Tensor | None = None,
     *,
     settings: PersistentSettings | ChunkSettings | None = None,
 ) -> None:
     """dX and dW, or the one of them that is not None. One pass; for rows too wide for it the statistic, then the
-    rest."""
+    rest: beside a residual those that are else split over programs which exchange through memory."""
     n = x.shape[2]
-    chunks = settings or backward_chunk_settings(n, x.dtype)
+    if dy.element_size() < x.element_size():
+        dy = aligned(dy)  # dX may be written in x's dtype alone, and less widely than dY could be read
+    passed = d_residual_out, d_residual
+    chunks = settings or backward_chunk_settings(n, x.dtype, d_residual_out is not None)
     if (
         isinstance(chunks, ChunkSettings)
         and can_chunk(x.device, x.dtype, n, chunks)
-        and _launch_chunk_gradients(dy, x, weight, rstd, offset, dx, dw, chunks)
+        and _launch_chunk_gradients(dy, x, weight, rstd, offset, dx, dw, passed, chunks)
     ):
         return
     assert not isinstance(settings, ChunkSettings)
-    split = backward_split_settings(n, x.dtype) if settings is None and can_split(x.device, x.dtype) else None
+    may_split = settings is None and all(t is None for t in passed) and can_split(x.device, x.dtype)
+    split = backward_split_settings(n, x.dtype) if may_split else None
     if split is not None and dx is not None and n <= widest_split(split, multiprocessors(x.device)):
         _launch_split_gradients(dy, x, weight, rstd, offset, dx, dw, split)
         return
     tile = settings or backward_settings(n, x.dtype)
     if tile is not None:
-        _launch_gradients(backward_kernel, dy, x, weight, rstd, (), n, offset, dx, dw, tile)
+        _launch_gradients(backward_kernel, dy, x, weight, rstd, (), n, offset, dx, dw, passed, tile)
         return
     total = torch.empty_like(rstd)
     if dx is not None:
         backward_statistic(dy, x, weight, rstd, offset, total)
-    backward_apply(dy, x, weight, rstd, total, n, offset, dx, dw)
+    backward_apply(dy, x, weight, rstd, total, n, offset, dx, dw, *passed)
 
 
 def backward_statistic(
@@ -194,12 +213,15 @@ def backward_apply(
     offset: float,
     dx: Tensor | None,
     dw: Tensor | None,
+    d_residual_out: Tensor | None = None,
+    d_residual: Tensor | None = None,
     *,
     settings: PersistentSettings | None = None,
 ) -> None:
     """dX and dW, given total = Σ dY·(w+offset)·x̂ over all ``hidden_size`` columns, of which x may hold a slice."""
     tile = settings or backward_apply_settings(x.shape[2], x.dtype)
-    _launch_gradients(backward_apply_kernel, dy, x, weight, rstd, (total,), hidden_size, offset, dx, dw, tile)
+    passed = d_residual_out, d_residual
+    _launch_gradients(backward_apply_kernel, dy, x, weight, rstd, (total,), hidden_size, offset, dx, dw, passed, tile)
 
 
 def _launch_gradients(
@@ -213,6 +235,7 @@ def _launch_gradients(
     offset: float,
     dx: Tensor | None,
     dw: Tensor | None,
+    passed: tuple[Tensor | None, Tensor | None],
     tile: PersistentSettings,
 ) -> None:
     """The persistent kernels: ``kernel`` writes dX and P partial rows of dW, a second kernel adds those."""
@@ -220,7 +243,7 @@ def _launch_gradients(
         return
     if dx is not None and dx.data_ptr() % 16:  # dY's memory, at an odd place: see row_views.vector
         own = torch.empty_like(dx)
-        _launch_gradients(kernel, dy, x, weight, rstd, totals, hidden_size, offset, own, dw, tile)
+        _launch_gradients(kernel, dy, x, weight, rstd, totals, hidden_size, offset, own, dw, passed, tile)
         dx.copy_(own)
         return
     n = x.shape[2]
@@ -233,12 +256,12 @@ def _launch_gradients(
         partial = scratch((programs, n), rstd.dtype, x.device)
     ptx = has_ptx(x.device)
     lean = (tile.block >= LEAN_FROM and ptx, ptx) if kernel is backward_kernel else ()
-    stages = _stages(tile, x.element_size() + dy.element_size(), _shared_memory(x.device))
+    stages = _stages(tile, _loaded(x, dy, passed[0]), _shared_memory(x.device))
     _launch(
         kernel,
         (programs, chunks),
         tile,
-        (dy, x, weight, rstd, *totals, dx, partial, xv.m, tiles, *xv[1:4], *dyv[1:4], hidden_size),
+        (dy, x, weight, rstd, *totals, dx, partial, *passed, xv.m, tiles, *xv[1:4], *dyv[1:4], hidden_size),
         (xv.unit, xv.flat, dyv.unit, dyv.flat, xv.int64, n, offset, tile.rows, tile.block, stages, *lean),
     )
     if dw is not None and partial is not None and partial is not dw:
@@ -253,6 +276,7 @@ def _launch_chunk_gradients(
     offset: float,
     dx: Tensor | None,
     dw: Tensor | None,
+    passed: tuple[Tensor | None, Tensor | None],
     tile: ChunkSettings,
 ) -> bool:
     """Whether it could be done: see ``backward_chunks``."""
@@ -261,9 +285,9 @@ def _launch_chunk_gradients(
     own = torch.empty_like(dx) if dx is not None and dx.data_ptr() % 16 else dx  # as in _launch_gradients
     allowed = _allowed_partials(x, rstd) if dw is not None else None
     rows = x.shape[0] * x.shape[1]
-    stage = tile.chunk * tile.chunks * (x.element_size() + dy.element_size())
+    stage = tile.chunk * tile.chunks * _loaded(x, dy, passed[0])
     done, partial = backward_chunks(
-        *(dy, x, weight, rstd, offset, own, dw is not None, tile),
+        *(dy, x, weight, rstd, offset, own, dw is not None, passed, tile),
         _fitting_stages(tile.stages, tile.per_sm, stage, _shared_memory(x.device)),
         multiprocessors(x.device),
         lambda resident, per_sm: program_count(rows, 1, per_sm, resident, allowed),
@@ -327,8 +351,13 @@ def program_count(tiles: int, chunks: int, per_sm: int, sms: int, allowed: int |
     return max(1, min(programs, tiles))
 
 
+def _loaded(*tensors: Tensor | None) -> int:
+    """Bytes that are loaded of them for each element of a row."""
+    return sum(tensor.element_size() for tensor in tensors if tensor is not None)
+
+
 def _stages(tile: PersistentSettings, element_bytes: int, shared_memory: int) -> int:
-    """As many stages as the tile asks for and shared memory holds (x and dY of each stage but one lie there)."""
+    """As many stages as the tile asks for and shared memory holds (what is loaded in each stage but one lies there)."""
     return _fitting_stages(tile.stages, tile.per_sm, tile.rows * tile.block * element_bytes, shared_memory)
 
 

@@ -29,14 +29,15 @@ def backward_chunks(
     offset: float,
     dx: Tensor | None,
     needs_dw: bool,
+    passed: tuple[Tensor | None, Tensor | None],
     settings: ChunkSettings,
     stages: int,
     multiprocessors: int,
     programs: Callable[[int, int], int],
 ) -> tuple[bool, Tensor | None]:
     """(True, the partial rows of dW or None), dX being written unless it is None; (False, None) and nothing done where
-    the device has no clusters of this size. ``programs(n, per_sm)`` says how many programs, or clusters, are to be used
-    of ``n · per_sm`` that run at once."""
+    the device has no clusters of this size. ``passed``: the gradient of a residual_out, and what takes dX once more.
+    ``programs(n, per_sm)`` says how many programs, or clusters, are to be used of ``n · per_sm`` that run at once."""
     n = x.shape[2]
     dyv, xv = row_view(dy), row_view(x)
     parts = parts_of(n, settings)
@@ -50,7 +51,7 @@ def backward_chunks(
     }
 
     def arguments(partial: Tensor | None) -> tuple:
-        return (dy, x, weight, rstd, dx, partial, n, *xv[:4], *dyv[1:4])
+        return (dy, x, weight, rstd, dx, partial, *passed, n, *xv[:4], *dyv[1:4])
 
     if parts == 1:
         groups = programs(multiprocessors, settings.per_sm)

@@ -69,7 +69,7 @@ def _step(launched: Launched, places: dict[int, int]) -> Step | None:
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in arguments[:count]]
     if count < 2 or any(address not in places for address in addresses):
         return None
-    if not all(isinstance(argument, int) for argument in arguments[count:]):
+    if not all(argument is None or isinstance(argument, int) for argument in arguments[count:]):
         return None
     launch, fixed = launcher(launched.ready)
     which = itemgetter(*(places[address] for address in addresses))

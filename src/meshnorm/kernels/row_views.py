@@ -36,6 +36,15 @@ def row_view(x: Tensor) -> RowView:
     return RowView(a * b, b, stride_a // unit, stride_b // unit, unit, flat, a * b > 2**31 - 2**16)
 
 
+def residual_rows(residual: Tensor | None) -> tuple[tuple, tuple]:
+    """(arguments, constants) that say where a residual's rows lie; Nones, which a compiled kernel has no arguments for,
+    where there is none."""
+    if residual is None:
+        return (None,) * 3, (None,) * 2
+    view = row_view(residual)
+    return view[1:4], (view.unit, view.flat)
+
+
 def vector(n: int, element_size: int) -> int:
     """Elements that one load may take of a contiguous row of ``n``: 16 bytes' worth, or what divides n.
 

@@ -93,6 +93,13 @@ FORWARD_SPLIT = SplitSettings(rows=1, block=4096, warps=4, per_sm=4, stages=3, l
 # 90% at 65536, 91% at 131072. On 4 warps the registers do not suffice: 40%.
 FORWARD_SPLIT_32 = SplitSettings(rows=1, block=4096, warps=8, per_sm=2, stages=3, lookahead=2)
 
+# With a residual, where the settings above leave too few registers: (wider than, up to, bytes of a number, settings).
+# Not timed; chosen so that nothing spills (Triton 3.6, sm_90).
+FORWARD_ADD = (
+    (64, 128, 4, RowSettings(rows=16, block=128, warps=4)),
+    (65536, 131072, 2, RowSettings(rows=1, block=16384, warps=32, held=1)),
+)
+
 # Backward in one pass. Few programs with many loads in flight beat many with few: 1 to 2 a multiprocessor and 3 to 5
 # stages 93-95%, 2 to 4 programs and 3 stages 78-92%.
 BACKWARD = (
@@ -123,6 +130,11 @@ BACKWARD_CHUNKS_32 = (
     (4096, 5120, ChunkSettings(chunk=1024, chunks=5, warps=8, per_sm=2, stages=3)),  # 97%; padded to 8192 89%
     # 98-100% from 7168 to 32768, 93% at 65536; split over independent programs 82, 88, 85%.
     (5120, 65536, ChunkSettings(chunk=1024, chunks=4, warps=8, per_sm=2, stages=3)),
+)
+# With the gradient of a residual_out, which a whole row of up to 16384 columns has no registers left for. Not timed.
+BACKWARD_CHUNKS_ADD = (
+    *BACKWARD_CHUNKS,
+    (8192, 12288, ChunkSettings(chunk=1024, chunks=6, warps=4, per_sm=3, stages=3)),
 )
 # 84% at 32768 and 65536, 80% at 131072. A second row of look-ahead, another stage, a narrow weight: no difference.
 BACKWARD_SPLIT = SplitSettings(rows=1, block=2048, warps=4, per_sm=4, stages=3, lookahead=1)
@@ -156,7 +168,11 @@ def _step(ladder: tuple[tuple[int, Settings], ...], n: int, dtype: torch.dtype) 
 
 
 @functools.cache
-def forward_settings(n: int, dtype: torch.dtype) -> RowSettings:
+def forward_settings(n: int, dtype: torch.dtype, adds: bool = False) -> RowSettings:
+    """With ``adds`` those for x + residual, ``dtype`` being the residual's."""
+    for above, widest, size, lighter in FORWARD_ADD if adds else ():
+        if above < n <= widest and dtype.itemsize == size:
+            return lighter
     ladder = FORWARD_32 if dtype == torch.float32 and n > 12288 else FORWARD
     return _step(ladder, n, dtype) or FORWARD_WIDE
 
@@ -196,9 +212,11 @@ def parts_of(n: int, settings: ChunkSettings) -> int:
 
 
 @functools.cache
-def backward_chunk_settings(n: int, dtype: torch.dtype) -> ChunkSettings | None:
-    """Those that pad least. None: another kernel is better."""
-    ladder = BACKWARD_CHUNKS if dtype.itemsize <= 2 else BACKWARD_CHUNKS_32
+def backward_chunk_settings(n: int, dtype: torch.dtype, adds: bool = False) -> ChunkSettings | None:
+    """Those that pad least; with ``adds`` for a dX that the gradient of a residual_out is added to. None: another
+    kernel is better."""
+    narrow = BACKWARD_CHUNKS_ADD if adds else BACKWARD_CHUNKS
+    ladder = narrow if dtype.itemsize <= 2 else BACKWARD_CHUNKS_32
     fitting = [settings for above, widest, settings in ladder if above < n <= widest]
     return min(fitting, key=lambda s: parts_of(n, s) * s.chunk * s.chunks, default=None)
 

@@ -24,6 +24,8 @@ def backward_kernel(
     RSTD,
     DX,
     PARTIAL,
+    DRESIDUAL_OUT,
+    DRESIDUAL,
     M,
     tiles,
     x_b,
@@ -50,6 +52,9 @@ def backward_kernel(
 
     LEAN holds x, dY and w through the row's reduction in their own dtypes and converts them again after it, which makes
     room for rows of 16384 columns in one program.
+
+    Where x is a residual_out, DRESIDUAL_OUT is the gradient that comes to it by other ways, added to dX, and DRESIDUAL
+    takes dX once more, in its own dtype. Both are contiguous, and so is x then. Either may be None.
     """
     ACC: tl.constexpr = RSTD.dtype.element_ty
     cols = tl.arange(0, BLOCK)
@@ -64,6 +69,8 @@ def backward_kernel(
         dy_offsets = row_offsets(rows, dy_b, dy_stride_a, dy_stride_b, DY_UNIT, DY_FLAT)
         x = tl.load(X + x_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
         dy = tl.load(DY + dy_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
+        if DRESIDUAL_OUT is not None:
+            passed = tl.load(DRESIDUAL_OUT + x_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
         rstd = tl.load(RSTD + rows, mask=row_mask, other=0.0)[:, None]
         x_hat = widened(x, ACC, PTX, LEAN) * rstd
         grad = widened(dy, ACC, PTX, LEAN)
@@ -76,8 +83,13 @@ def backward_kernel(
                 x_hat = widened(x, ACC, PTX, LEAN) * rstd
                 grad = widened(dy, ACC, PTX, LEAN)
                 scale = scale_of(weight, OFFSET, ACC, PTX, LEAN)[None, :]
-            dx = (tl.fma(x_hat, -c, grad * scale) * rstd).to(DX.dtype.element_ty)
-            tl.store(DX + rows.to(tl.int64)[:, None] * N + cols[None, :], dx, mask=mask)
+            dx = tl.fma(x_hat, -c, grad * scale) * rstd
+            if DRESIDUAL_OUT is not None:
+                dx += widened(passed, ACC, PTX, LEAN)
+            at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+            tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=mask)
+            if DRESIDUAL is not None:
+                tl.store(DRESIDUAL + at, dx.to(DRESIDUAL.dtype.element_ty), mask=mask)
         # dW after dX is faster where registers are not short: 95% instead of 86% at 5120 columns.
         if not LEAN and PARTIAL is not None:
             dw = tl.fma(grad, x_hat, dw)
@@ -137,6 +149,8 @@ def backward_apply_kernel(
     TOTAL,
     DX,
     PARTIAL,
+    DRESIDUAL_OUT,
+    DRESIDUAL,
     M,
     tiles,
     x_b,
@@ -157,7 +171,8 @@ def backward_apply_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dX and dW of one chunk of BLOCK columns, given each row's Σ dY·(w+offset)·x̂."""
+    """dX and dW of one chunk of BLOCK columns, given each row's Σ dY·(w+offset)·x̂. DRESIDUAL_OUT and DRESIDUAL as in
+    ``backward_kernel``."""
     ACC: tl.constexpr = RSTD.dtype.element_ty
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     col_mask = cols < N
@@ -175,8 +190,13 @@ def backward_apply_kernel(
         x_hat = x * rstd
         if DX is not None:
             c = mean(tl.load(TOTAL + rows, mask=row_mask, other=0.0), hidden_size)[:, None]
-            dx = ((dy * scale - x_hat * c) * rstd).to(DX.dtype.element_ty)
-            tl.store(DX + rows.to(tl.int64)[:, None] * N + cols[None, :], dx, mask=mask)
+            dx = (dy * scale - x_hat * c) * rstd
+            at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+            if DRESIDUAL_OUT is not None:
+                dx += tl.load(DRESIDUAL_OUT + at, mask=mask, other=0.0).to(ACC)
+            tl.store(DX + at, dx.to(DX.dtype.element_ty), mask=mask)
+            if DRESIDUAL is not None:
+                tl.store(DRESIDUAL + at, dx.to(DRESIDUAL.dtype.element_ty), mask=mask)
         if PARTIAL is not None:
             dw += dy * x_hat
     if PARTIAL is not None:

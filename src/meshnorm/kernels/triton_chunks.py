@@ -123,6 +123,8 @@ def backward_chunks_kernel(
     RSTD,
     DX,
     PARTIAL,
+    DRESIDUAL_OUT,
+    DRESIDUAL,
     hidden_size,
     M,
     x_b,
@@ -148,7 +150,8 @@ def backward_chunks_kernel(
     is 1.)
 
     x, dY and w are held in their own dtypes and converted anew for each use. dW comes before the exchange: after dX it
-    costs a tenth of the speed, between the two a third (65536 columns, H200).
+    costs a tenth of the speed, between the two a third (65536 columns, H200). DRESIDUAL_OUT and DRESIDUAL as in
+    ``backward_kernel``.
     """
     ACC: tl.constexpr = RSTD.dtype.element_ty
     groups = tl.num_programs(0) // PARTS
@@ -171,6 +174,11 @@ def backward_chunks_kernel(
         dy_row = DY + row_offsets(row, dy_b, dy_stride_a, dy_stride_b, DY_UNIT, DY_FLAT) + first
         xs = [load_chunk(x_row, k, CHUNK, width) for k in (0, 1, 2, 3, 4, 5, 6, 7)[:CHUNKS]]
         dys = [load_chunk(dy_row, k, CHUNK, width) for k in (0, 1, 2, 3, 4, 5, 6, 7)[:CHUNKS]]
+        if DRESIDUAL_OUT is None:
+            passed = [None for k in (0, 1, 2, 3, 4, 5, 6, 7)[:CHUNKS]]
+        else:
+            passed_row = DRESIDUAL_OUT + row.to(tl.int64) * N + first
+            passed = [load_chunk(passed_row, k, CHUNK, width) for k in (0, 1, 2, 3, 4, 5, 6, 7)[:CHUNKS]]
         rstd = tl.load(RSTD + row)
         if DX is not None:
             share = share_of(xs, dys, ws, rstd, OFFSET, ACC, CHUNK, CHUNKS)
@@ -183,7 +191,12 @@ def backward_chunks_kernel(
             dx_row = DX + row.to(tl.int64) * N + first
             for k in tl.static_range(CHUNKS):
                 dx = dx_of(xs[k], dys[k], ws[k], rstd, c, OFFSET, ACC)
+                if DRESIDUAL_OUT is not None:
+                    dx += widened(passed[k], ACC, True, True)
                 store_chunk(dx_row, dx.to(DX.dtype.element_ty), k, CHUNK, width)
+                if DRESIDUAL is not None:
+                    d_residual_row = DRESIDUAL + row.to(tl.int64) * N + first
+                    store_chunk(d_residual_row, dx.to(DRESIDUAL.dtype.element_ty), k, CHUNK, width)
     if PARTIAL is not None:
         for k in tl.static_range(CHUNKS):
             store_chunk(PARTIAL + group.to(tl.int64) * N + first, dws[k], k, CHUNK, width)

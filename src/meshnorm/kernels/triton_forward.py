@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_rows import load_scale, mean, reciprocal_root, rounded, row_offsets, tile_rows, widened
+from .triton_rows import load_scale, mean, reciprocal_root, rounded, row_offsets, sum_of, tile_rows, widened
 
 # What varies from call to call is not specialised on: no second kernel for a batch of 16 rows. Alignment is in UNIT.
-VARYING = ["M", "B", "stride_a", "stride_b", "hidden_size"]
+VARYING = ["M", "B", "stride_a", "stride_b", "r_b", "r_stride_a", "r_stride_b", "hidden_size"]
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -17,11 +17,18 @@ def forward_kernel(
     W,
     Y,
     RSTD,
+    RESIDUAL,
+    RESIDUAL_OUT,
     M,
     B,
     stride_a,
     stride_b,
     hidden_size,
+    r_b,
+    r_stride_a,
+    r_stride_b,
+    R_UNIT: tl.constexpr,
+    R_FLAT: tl.constexpr,
     UNIT: tl.constexpr,
     FLAT: tl.constexpr,
     INT64_ROWS: tl.constexpr,
@@ -33,7 +40,11 @@ def forward_kernel(
     BLOCK: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Rows of up to BLOCK columns: read once, held in registers. Without RSTD it is not stored."""
+    """Rows of up to BLOCK columns: read once, held in registers. Without RSTD it is not stored.
+
+    With RESIDUAL the rows of X + RESIDUAL, as RESIDUAL_OUT holds them. Without it all that concerns it is None, and
+    no argument of the compiled kernel.
+    """
     ACC: tl.constexpr = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
     rows = tile_rows(tl.program_id(0), ROWS, INT64_ROWS)
     cols = tl.arange(0, BLOCK)
@@ -41,6 +52,11 @@ def forward_kernel(
     mask = row_mask[:, None] & col_mask[None, :]
     offsets = row_offsets(rows, B, stride_a, stride_b, UNIT, FLAT)
     x = tl.load(X + offsets[:, None] + cols[None, :], mask=mask, other=0.0)
+    if RESIDUAL is not None:
+        r_offsets = row_offsets(rows, r_b, r_stride_a, r_stride_b, R_UNIT, R_FLAT)
+        r = tl.load(RESIDUAL + r_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
+        x = sum_of(x, r, ACC, PTX)
+        tl.store(RESIDUAL_OUT + rows.to(tl.int64)[:, None] * N + cols[None, :], x, mask=mask)
     x = widened(x, ACC, PTX)
     scale = load_scale(W, cols, col_mask, OFFSET, ACC)
     rstd = reciprocal_root(mean(tl.sum(x * x, axis=1), hidden_size) + EPS)
@@ -56,11 +72,18 @@ def forward_wide_kernel(
     W,
     Y,
     RSTD,
+    RESIDUAL,
+    RESIDUAL_OUT,
     M,
     B,
     stride_a,
     stride_b,
     hidden_size,
+    r_b,
+    r_stride_a,
+    r_stride_b,
+    R_UNIT: tl.constexpr,
+    R_FLAT: tl.constexpr,
     UNIT: tl.constexpr,
     FLAT: tl.constexpr,
     INT64_ROWS: tl.constexpr,
@@ -73,16 +96,26 @@ def forward_wide_kernel(
     PTX: tl.constexpr,
 ):
     """Rows of any width in chunks of BLOCK columns. The first HELD chunks are read once and held in registers, the
-    others are read twice: the second time from a cache, which is asked to keep them until then."""
+    others are read twice: the second time from a cache, which is asked to keep them until then.
+
+    With RESIDUAL as ``forward_kernel``; what is read twice is then x and the residual, and added again.
+    """
     ACC: tl.constexpr = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
     row = tile_rows(tl.program_id(0), 1, INT64_ROWS)
     x_row = X + row_offsets(row, B, stride_a, stride_b, UNIT, FLAT)
     y_row = Y + row.to(tl.int64) * N
-    held = [load_held(x_row, k, N, BLOCK) for k in (0, 1, 2, 3)[:HELD]]
+    if RESIDUAL is None:
+        r_row = None
+        out_row = None
+    else:
+        r_row = RESIDUAL + row_offsets(row, r_b, r_stride_a, r_stride_b, R_UNIT, R_FLAT)
+        out_row = RESIDUAL_OUT + row.to(tl.int64) * N
+    held = [
+        load_chunk(x_row, r_row, out_row, k * BLOCK, N, BLOCK, ACC, PTX, "evict_first") for k in (0, 1, 2, 3)[:HELD]
+    ]
     squares = tl.zeros([BLOCK], ACC)
     for start in tl.range(HELD * BLOCK, N, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        x = widened(tl.load(x_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_last"), ACC, PTX)
+        x = widened(load_chunk(x_row, r_row, out_row, start, N, BLOCK, ACC, PTX, "evict_last"), ACC, PTX)
         squares = tl.fma(x, x, squares)
     for k in tl.static_range(HELD):
         x_held = widened(held[k], ACC, PTX, PTX)
@@ -93,16 +126,31 @@ def forward_wide_kernel(
     for k in tl.static_range(HELD):
         store_normalized(y_row, widened(held[k], ACC, PTX, PTX), rstd, W, k * BLOCK, N, OFFSET, MODE, BLOCK, PTX)
     for start in tl.range(HELD * BLOCK, N, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        again = widened(tl.load(x_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_first"), ACC, PTX)
+        again = widened(load_chunk(x_row, r_row, None, start, N, BLOCK, ACC, PTX, "evict_first"), ACC, PTX)
         store_normalized(y_row, again, rstd, W, start, N, OFFSET, MODE, BLOCK, PTX)
 
 
 @triton.jit
-def load_held(x_row, k: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Chunk k of a row."""
-    cols = k * BLOCK + tl.arange(0, BLOCK)
-    return tl.load(x_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_first")
+def load_chunk(
+    x_row,
+    r_row,
+    out_row,
+    start,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+    PTX: tl.constexpr,
+    EVICTION: tl.constexpr,
+):
+    """The columns of a row from ``start`` on; with ``r_row`` those of the sum, which are stored unless ``out_row`` is
+    None."""
+    cols = start + tl.arange(0, BLOCK)
+    x = tl.load(x_row + cols, mask=cols < N, other=0.0, eviction_policy=EVICTION)
+    if r_row is not None:
+        x = sum_of(x, tl.load(r_row + cols, mask=cols < N, other=0.0, eviction_policy=EVICTION), ACC, PTX)
+        if out_row is not None:
+            tl.store(out_row + cols, x, mask=cols < N)
+    return x
 
 
 @triton.jit
@@ -129,10 +177,17 @@ def store_normalized(
 def statistic_kernel(
     X,
     TOTAL,
+    RESIDUAL,
+    RESIDUAL_OUT,
     M,
     B,
     stride_a,
     stride_b,
+    r_b,
+    r_stride_a,
+    r_stride_b,
+    R_UNIT: tl.constexpr,
+    R_FLAT: tl.constexpr,
     UNIT: tl.constexpr,
     FLAT: tl.constexpr,
     INT64_ROWS: tl.constexpr,
@@ -141,12 +196,24 @@ def statistic_kernel(
     BLOCK: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Σ x² of each row."""
+    """Σ x² of each row: chunks of BLOCK columns are added elementwise, in order, then along the row. With RESIDUAL that
+    of x + residual, which is stored."""
+    ACC: tl.constexpr = TOTAL.dtype.element_ty
     rows = tile_rows(tl.program_id(0), ROWS, INT64_ROWS)
     row_mask = rows < M
     x_rows = X + row_offsets(rows, B, stride_a, stride_b, UNIT, FLAT)[:, None]
-    total = sum_of_squares(x_rows, row_mask, N, ROWS, BLOCK, TOTAL.dtype.element_ty, PTX)
-    tl.store(TOTAL + rows, total, mask=row_mask)
+    squares = tl.zeros([ROWS, BLOCK], ACC)
+    for start in tl.range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = row_mask[:, None] & (cols < N)[None, :]
+        x = tl.load(x_rows + cols[None, :], mask=mask, other=0.0)
+        if RESIDUAL is not None:
+            r_rows = RESIDUAL + row_offsets(rows, r_b, r_stride_a, r_stride_b, R_UNIT, R_FLAT)[:, None]
+            x = sum_of(x, tl.load(r_rows + cols[None, :], mask=mask, other=0.0), ACC, PTX)
+            tl.store(RESIDUAL_OUT + rows.to(tl.int64)[:, None] * N + cols[None, :], x, mask=mask)
+        x = widened(x, ACC, PTX)
+        squares = tl.fma(x, x, squares)
+    tl.store(TOTAL + rows, tl.sum(squares, axis=1), mask=row_mask)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -188,26 +255,6 @@ def apply_kernel(
         tl.store(RSTD + rows, rstd, mask=row_mask)
     y = normalized(x, rstd[:, None], scale[None, :], MODE, Y.dtype.element_ty, PTX)
     tl.store(Y + rows.to(tl.int64)[:, None] * N + cols[None, :], y, mask=mask)
-
-
-@triton.jit
-def sum_of_squares(
-    x_rows,
-    row_mask,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """Chunks of BLOCK columns are added elementwise, in order, then along the row."""
-    squares = tl.zeros([ROWS, BLOCK], ACC)
-    for start in tl.range(0, N, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        mask = row_mask[:, None] & (cols < N)[None, :]
-        x = widened(tl.load(x_rows + cols[None, :], mask=mask, other=0.0), ACC, PTX)
-        squares = tl.fma(x, x, squares)
-    return tl.sum(squares, axis=1)
 
 
 @triton.jit

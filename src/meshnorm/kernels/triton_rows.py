@@ -128,6 +128,12 @@ def rounded(x, DTYPE: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def sum_of(x, r, ACC: tl.constexpr, PTX: tl.constexpr):
+    """x + r in r's dtype: how a residual stream holds what a block adds to it."""
+    return (widened(x, ACC, PTX) + widened(r, ACC, PTX)).to(r.dtype)
+
+
+@triton.jit
 def kept(x):
     """x, by a move that the compiler cannot see through: see ``widened``. Also, a value that a loop passes on unchanged
     no longer keeps the loop from being pipelined (Triton 3.6 and 3.9)."""
