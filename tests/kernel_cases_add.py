@@ -155,7 +155,7 @@ class AddPromises(AddRunner):
 
     # --- what is not wanted ----------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("n", [100, 4097, 17001])
+    @pytest.mark.parametrize("n", [100, 4097])
     def test_a_frozen_tensor_costs_nothing_and_changes_nothing(self, n: int) -> None:
         for residual_dtype in (BF16, F32):
             given = Given(AddCase(7, n, BF16, F32, residual_dtype=residual_dtype), self.device)
