@@ -134,3 +134,13 @@ def test_a_norm_that_cannot_be_converted_is_named() -> None:
 
     with pytest.raises(OptionError, match=r"a LayerNorm the style 'meshnorm_hidden'.* it holds weight, bias"):
         HiddenParallelNorm().install_forward(torch.nn.LayerNorm(8), None)
+
+
+def test_the_plan_for_norms_of_one_head_names_those_whose_gradients_are_summed() -> None:
+    from meshnorm.integrations.transformers_tp import PER_HEAD_STYLE, per_head_tp_plan
+
+    for family in ("Qwen3", "Gemma3Text", "Qwen3Next"):
+        plan = per_head_tp_plan(getattr(transformers, f"{family}Config")(), prefix="")
+        assert plan == {f"layers.*.self_attn.{part}_norm": PER_HEAD_STYLE for part in ("q", "k")}
+    with pytest.raises(OptionError, match="LlamaConfig has no norms of one head each"):
+        per_head_tp_plan(transformers.LlamaConfig())
