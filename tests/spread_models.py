@@ -7,6 +7,7 @@ default does not have a sharding strategy registered``), so that here the attent
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,17 @@ def _gathered(part: Tensor, mesh: DeviceMesh) -> Tensor:
     return placed.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
+def use_gathering_attention(model: nn.Module, mesh: DeviceMesh) -> None:
+    """The model's attention gets this rank's queries, keys and values, and gathers the last two over the mesh."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(GATHERS, partial(_attention, mesh))
+    AttentionMaskInterface.register(GATHERS, lambda *args, **named: None)
+    model.set_attn_implementation(GATHERS)  # type: ignore[operator]
+
+
 def _attention(
+    mesh: DeviceMesh,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -64,7 +75,6 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of this rank's queries to all keys, with a window and GPT-OSS's sinks where there are such."""
-    mesh = _mesh("cp")
     key, value = (_gathered(t, mesh) for t in (key, value))
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -80,8 +90,6 @@ def _attention(
 
 def train_data_and_context_parallel(family: Family, dtype: torch.dtype, converts: bool, steps: int) -> Trained:
     """FSDP2 over dp 2 × cp 2, plain local tensors inside; a model with recurrent layers over dp 4."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     mesh, rank = _mesh("dp_cp"), dist.get_rank()
     rows, columns = (BATCH // 4, SEQUENCE) if family.recurrent else (BATCH // 2, SEQUENCE // 2)
     row, column = (rank, 0) if family.recurrent else divmod(rank, 2)
@@ -89,9 +97,7 @@ def train_data_and_context_parallel(family: Family, dtype: torch.dtype, converts
     if converts:
         converted(model, family)
     if not family.recurrent:
-        AttentionInterface.register(GATHERS, _attention)
-        AttentionMaskInterface.register(GATHERS, lambda *args, **named: None)
-        model.set_attn_implementation(GATHERS)
+        use_gathering_attention(model, _mesh("cp"))
     for layer in _layers(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -99,7 +105,6 @@ def train_data_and_context_parallel(family: Family, dtype: torch.dtype, converts
         model,
         steps,
         cut=lambda batch: batch[row * rows : (row + 1) * rows, column * columns : (column + 1) * columns].contiguous(),
-        first=column * columns,
         mean=_mean,
         whole=whole,
     )

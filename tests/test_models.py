@@ -88,6 +88,9 @@ def test_data_and_context_parallel_training_equals_one_process(pool4, family: Fa
     _assert_trains_as(found, own, one)
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11."), reason="torch 2.11 cannot put together what packed experts are sharded into"
+)
 @pytest.mark.parametrize("family", SHARED, ids=str)
 def test_tensor_parallel_training_equals_one_process(pool2, tmp_path, family: Family) -> None:
     """Transformers' own plan over tp 2; what its norms of queries and keys are wrapped in has our styles."""

@@ -124,7 +124,8 @@ def test_the_plan_replaces_the_gathering_entries_of_each_family() -> None:
     for family in ("Olmo2", "Olmo3", "Olmoe", "MiniMaxM2", "FlexOlmo"):
         config = getattr(transformers, f"{family}Config", None)
         if config is not None:
-            assert all_heads_tp_plan(config()) == expected
+            plan, own = all_heads_tp_plan(config()), config().base_model_tp_plan
+            assert plan == {f"model.{name}": style for name, style in own.items()} | expected
     with pytest.raises(OptionError, match="LlamaConfig gathers no queries and keys"):
         all_heads_tp_plan(transformers.LlamaConfig())
 
@@ -140,7 +141,8 @@ def test_the_plan_for_norms_of_one_head_names_those_whose_gradients_are_summed()
     from meshnorm.integrations.transformers_tp import PER_HEAD_STYLE, per_head_tp_plan
 
     for family in ("Qwen3", "Gemma3Text", "Qwen3Next"):
-        plan = per_head_tp_plan(getattr(transformers, f"{family}Config")(), prefix="")
-        assert plan == {f"layers.*.self_attn.{part}_norm": PER_HEAD_STYLE for part in ("q", "k")}
+        config = getattr(transformers, f"{family}Config")()
+        expected = {f"layers.*.self_attn.{part}_norm": PER_HEAD_STYLE for part in ("q", "k")}
+        assert per_head_tp_plan(config, prefix="") == config.base_model_tp_plan | expected
     with pytest.raises(OptionError, match="LlamaConfig has no norms of one head each"):
         per_head_tp_plan(transformers.LlamaConfig())

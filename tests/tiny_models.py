@@ -197,9 +197,8 @@ def batches(steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
     return [(piece[:, :-1].contiguous(), piece[:, 1:].contiguous()) for piece in pieces]
 
 
-def loss_of(model: nn.Module, tokens: Tensor, following: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-    """(logits, loss) of a piece of the sequence that starts at position ``first``."""
-    positions = torch.arange(first, first + tokens.shape[1]).expand_as(tokens)
+def loss_of(model: nn.Module, tokens: Tensor, following: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(logits, loss) of tokens at these positions of the sequence."""
     logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return logits, F.cross_entropy(wide.flatten(0, 1), following.flatten())
@@ -218,17 +217,17 @@ def train(
     model: nn.Module,
     steps: int = STEPS,
     cut: Callable[[Tensor], Tensor] = lambda whole: whole,
-    first: int = 0,
     mean: Callable[[Tensor], Tensor] = lambda loss: loss,
     whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Trained:
-    """AdamW on the text. On ranks: ``cut`` takes this rank's part of a batch, which starts at position ``first``;
-    ``mean`` is over the ranks, ``whole`` puts a gradient together."""
+    """AdamW on the text. On ranks: ``cut`` takes this rank's part of a batch, ``mean`` is over the ranks, ``whole``
+    puts a gradient together."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    positions = cut(torch.arange(SEQUENCE).repeat(BATCH, 1))
     logits, gradients, losses = torch.empty(0), {}, []
     for step, (tokens, following) in enumerate(batches(steps)):
         optimizer.zero_grad()
-        found, loss = loss_of(model, cut(tokens), cut(following), first)
+        found, loss = loss_of(model, cut(tokens), cut(following), positions)
         loss.backward()
         losses.append(mean(loss.detach()).item())
         if step == 0:

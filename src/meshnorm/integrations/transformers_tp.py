@@ -50,6 +50,7 @@ PER_HEAD_STYLE = "meshnorm_per_head"
 
 _SHARDED = {"colwise_gather_output": "colwise", "colwise_rep": "colwise"}
 _SPLIT = {"rowwise_split_input": "rowwise", "rowwise_rep": "rowwise"}
+_SUMMED = "replicated_with_grad_allreduce"
 
 
 class HiddenParallelNorm(TensorParallelLayer):
@@ -108,7 +109,7 @@ ALL_PARALLEL_STYLES.register(PER_HEAD_STYLE, PerHeadNorm())  # type: ignore[arg-
 
 
 def all_heads_tp_plan(config: Any, prefix: str = "model.") -> dict[str, str]:
-    """The entries of a tensor-parallel plan that replace the gather around q_norm and k_norm.
+    """The model's own tensor-parallel plan without the gather around q_norm and k_norm.
 
     Args:
         config: of a model whose own plan (``base_model_tp_plan``) gathers q_proj, k_proj and v_proj. Its heads, and its
@@ -117,47 +118,52 @@ def all_heads_tp_plan(config: Any, prefix: str = "model.") -> dict[str, str]:
             bare one.
 
     Returns:
-        A plan for ``DistributedConfig(tp_plan=...)``; rules that it does not name stay as they are.
+        A plan for ``DistributedConfig(tp_plan=...)``. It is whole, since Transformers 5.17 takes it for the plan, where
+        later releases merge it with the model's.
 
     Raises:
         OptionError: the model's own plan gathers nothing.
     """
-    own = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
+    own = _own_plan(config)
     plan: dict[str, str] = {}
     for name, style in own.items():
         layer, _, part = name.rpartition(".")
         if part in ("q_proj", "k_proj", "v_proj") and style in _SHARDED:
-            plan[f"{prefix}{name}"] = _SHARDED[style]
+            plan[name] = _SHARDED[style]
             if part != "v_proj":
-                plan[f"{prefix}{layer}.{part[0]}_norm"] = STYLE
+                plan[f"{layer}.{part[0]}_norm"] = STYLE
         elif part == "o_proj" and style in _SPLIT:
-            plan[f"{prefix}{name}"] = _SPLIT[style]
+            plan[name] = _SPLIT[style]
     if STYLE not in plan.values():
         raise OptionError(
             f"the tensor-parallel plan of {type(config).__name__} gathers no queries and keys: "
             f"there is nothing to replace; use it as it is"
         )
-    return plan
+    return {f"{prefix}{name}": style for name, style in (own | plan).items()}
 
 
 def per_head_tp_plan(config: Any, prefix: str = "model.") -> dict[str, str]:
-    """The entries of a tensor-parallel plan that convert norms of one head each: those whose gradients it sums.
+    """The model's own tensor-parallel plan, its norms of one head each converted: those whose gradients it sums.
 
     Args:
         config: of a model whose own plan has norms that are ``"replicated_with_grad_allreduce"``.
         prefix: as in ``all_heads_tp_plan``.
 
     Returns:
-        A plan for ``DistributedConfig(tp_plan=...)``; rules that it does not name stay as they are.
+        A plan for ``DistributedConfig(tp_plan=...)``, whole.
 
     Raises:
         OptionError: the model's own plan has no such norm.
     """
-    own = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
-    replicated = [name for name, style in own.items() if style == "replicated_with_grad_allreduce" and "norm" in name]
-    if not replicated:
+    own = _own_plan(config)
+    plan = {name: PER_HEAD_STYLE for name, style in own.items() if style == _SUMMED and "norm" in name}
+    if not plan:
         raise OptionError(
             f"the tensor-parallel plan of {type(config).__name__} has no norms of one head each: "
             f"use it as it is, and meshnorm.convert on the model"
         )
-    return {f"{prefix}{name}": PER_HEAD_STYLE for name in replicated}
+    return {f"{prefix}{name}": style for name, style in (own | plan).items()}
+
+
+def _own_plan(config: Any) -> dict[str, str]:
+    return dict(getattr(config.get_text_config(), "base_model_tp_plan", None) or {})
