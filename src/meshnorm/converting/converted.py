@@ -18,6 +18,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshnorm.converting.promoted import scaled
@@ -28,11 +29,16 @@ from meshnorm.functional import rms_norm
 class Converted:
     """The first base of a converted module's class, which has the other forward (``_converted_class``)."""
 
-    _meshnorm_recipe: Recipe
+    _meshnorm_recipe: Recipe | None = None  # that of an instance; one that is made as type(norm)(...) is not converted
     _meshnorm_original: type[nn.Module]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Not the original's: a registry of classes would find ours under the same name."""
 
     def extra_repr(self) -> str:
         text = super().extra_repr()  # type: ignore[misc]
+        if self._meshnorm_recipe is None:
+            return text
         ours = f"meshnorm: {described(self._meshnorm_recipe)}"
         return f"{text}, {ours}" if text else ours
 
@@ -44,16 +50,18 @@ class Converted:
 
 
 def computed(module: Any, recipe: Recipe, x: Tensor) -> Tensor | None:
-    """The module's y by its recipe; None where dtypes meet that have no way."""
+    """The module's y by its recipe; None for what was not probed: its own forward knows what to do, or to say."""
     weight = None if recipe.weight is None else getattr(module, recipe.weight)
     found = recipe.way(x, weight)
-    if found is None:
+    if found is None or x.layout is not torch.strided:  # a nested tensor, say
         return None
-    way, dtype = found
-    x = x.to(dtype) if way == RAISED else x
     shape = recipe.normalized_shape
     if shape is None:
         shape = tuple(x.shape[-1:]) if weight is None else tuple(weight.shape)
+    if x.shape[-len(shape) :] != shape or any(getattr(module, name) != value for name, value in recipe.fixed):
+        return None
+    way, dtype = found
+    x = x.to(dtype) if way == RAISED else x
     y = rms_norm(
         x,
         None if way == APART else weight,
@@ -89,8 +97,8 @@ def _converted_class(original: type[nn.Module]) -> type[nn.Module]:
     # Wrapped, so that those who ask for the signature of forward (torchtitan's shardings) see the class's own.
     @wraps(original.forward)
     def forward(self: Any, *args: Any, **named: Any) -> Any:
-        recipe: Recipe = self._meshnorm_recipe
-        if len(args) + len(named) == 1:
+        recipe: Recipe | None = self._meshnorm_recipe
+        if recipe is not None and len(args) + len(named) == 1:
             x = args[0] if args else named.get(recipe.argument)
             if isinstance(x, Tensor):
                 y = computed(self, recipe, x)
@@ -118,18 +126,19 @@ def _restored(original: type[nn.Module]) -> nn.Module:
 
 
 def is_converted(module: nn.Module) -> bool:
-    return isinstance(module, Converted)
+    return isinstance(module, Converted) and module._meshnorm_recipe is not None
 
 
 def swap(module: nn.Module, recipe: Recipe) -> None:
     """Gives the module its other forward."""
+    if not isinstance(module, Converted):
+        module.__class__ = _converted_class(type(module))
     module.__dict__["_meshnorm_recipe"] = recipe
-    module.__class__ = _converted_class(type(module))
 
 
 def unswap(module: nn.Module) -> bool:
     """Gives a converted module its own forward again; whether it was converted."""
-    if not isinstance(module, Converted):
+    if not is_converted(module):
         return False
     module.__class__ = _without(type(module))
     del module.__dict__["_meshnorm_recipe"]

@@ -72,8 +72,11 @@ class HiddenParallelNorm(TensorParallelLayer):
 
     def transform_inputs_pre_forward(self, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
         width = next((weight.shape[-1] for weight in module.parameters(recurse=False)), None)
-        args = tuple(hidden_sharded(x, mesh, width) if isinstance(x, torch.Tensor) else x for x in args)
-        return args, kwargs
+
+        def sharded(x: Any) -> Any:
+            return hidden_sharded(x, mesh, width) if isinstance(x, torch.Tensor) else x
+
+        return tuple(map(sharded, args)), {name: sharded(x) for name, x in kwargs.items()}
 
     def transform_output_post_forward(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         return output.to_local()
