@@ -223,11 +223,12 @@ def train(
     """AdamW on the text. On ranks: ``cut`` takes this rank's part of a batch, ``mean`` is over the ranks, ``whole``
     puts a gradient together."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    positions = cut(torch.arange(SEQUENCE).repeat(BATCH, 1))
+    device = next(model.parameters()).device
+    positions = cut(torch.arange(SEQUENCE).repeat(BATCH, 1)).to(device)
     logits, gradients, losses = torch.empty(0), {}, []
     for step, (tokens, following) in enumerate(batches(steps)):
         optimizer.zero_grad()
-        found, loss = loss_of(model, cut(tokens), cut(following), positions)
+        found, loss = loss_of(model, cut(tokens).to(device), cut(following).to(device), positions)
         loss.backward()
         losses.append(mean(loss.detach()).item())
         if step == 0:
