@@ -116,12 +116,13 @@ def _compile(model: nn.Module, norms: Sequence[nn.Module]) -> None:
 
 
 def _liger(model: nn.Module, norms: Sequence[nn.Module]) -> None:
+    """What its apply_liger_kernel_to_llama(model=..., rms_norm=True) does to each norm, and nothing beside."""
     if not torch.cuda.is_available():
         raise RuntimeError("needs a CUDA GPU")
-    # What its apply_liger_kernel_to_llama(model=..., rms_norm=True) does to each norm, and nothing beside.
-    patch = importlib.import_module("liger_kernel.transformers.monkey_patch")._patch_rms_norm_module
+    kind = importlib.import_module("liger_kernel.transformers.rms_norm").LigerRMSNorm
     for norm in norms:
-        patch(norm)
+        vars(norm).update(offset=0.0, casting_mode="llama", in_place=True, row_mode=None)
+        norm.forward = types.MethodType(kind.forward, norm)
 
 
 def _meshnorm(model: nn.Module, norms: Sequence[nn.Module]) -> None:
