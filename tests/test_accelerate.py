@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate_ranks import LLAMA, STEPS, accelerator_for, trained
-from tiny_models import converted, error_of, model_of, train
+from tiny_models import error_of, model_of, train
 
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install accelerate")
 pytest.importorskip("transformers", reason="Transformers is not installed: pip install meshnorm[transformers]")
@@ -23,7 +23,7 @@ def test_a_model_that_accelerate_prepares_trains_as_before_and_as_in_one_process
         pytest.importorskip("transformers.distributed.tensor_parallel", reason="this Transformers has another")
     model = model_of(LLAMA)
     model.save_pretrained(tmp_path)
-    one = train(converted(model, LLAMA), STEPS)
+    one = train(model, STEPS)
     own = pool2.run(trained, way, False, str(tmp_path))
     for (losses, gradients), (theirs, _) in zip(pool2.run(trained, way, True, str(tmp_path)), own, strict=True):
         assert all(abs(a - b) <= 4 * ULP * b for a, b in zip(losses, theirs, strict=True))

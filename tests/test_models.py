@@ -67,20 +67,20 @@ def test_no_gradient_of_a_converted_model_is_further_from_float64(family: Family
 
 
 def _assert_trains_as(found: list[Trained], own: list[Trained], one: Trained) -> None:
-    """In float32: the curve of the model whose norms are its own, and that of one process."""
+    """In float32: the curve and gradients of the model whose norms are its own, there and in one process."""
     for each, other in zip(found, own, strict=True):
         assert all(gap <= 4 * ULP * loss for gap, loss in zip(_apart(each, other), other.losses, strict=True))
         assert all(gap <= 8 * ULP * loss for gap, loss in zip(_apart(each, one), one.losses, strict=True))
         assert each.gradients.keys() == one.gradients.keys()
         for name, gradient in one.gradients.items():
-            assert error_of({name: each.gradients[name]}, {name: gradient}) <= 64 * ULP, name
+            assert error_of({name: each.gradients[name]}, {name: gradient}) <= 128 * ULP, name
     assert all(each.losses == found[0].losses for each in found)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_data_and_context_parallel_training_equals_one_process(pool4, family: Family) -> None:
     """FSDP2 over dp 2 × cp 2; over dp 4 where a recurrence runs along the sequence."""
-    one = train(converted(model_of(family), family), steps=6)
+    one = train(model_of(family), steps=6)
     own, found = (
         pool4.run(train_data_and_context_parallel, family, torch.float32, converts, 6) for converts in (False, True)
     )
@@ -97,7 +97,7 @@ def test_tensor_parallel_training_equals_one_process(pool2, tmp_path, family: Fa
     pytest.importorskip("transformers.distributed.tensor_parallel", reason="this Transformers has another")
     model = model_of(family)
     model.save_pretrained(tmp_path)
-    one = train(converted(model, family), steps=6)
+    one = train(model, steps=6)
     own, found = (
         pool2.run(train_tensor_parallel, family, torch.float32, converts, 6, str(tmp_path))
         for converts in (False, True)
