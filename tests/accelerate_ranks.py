@@ -136,16 +136,20 @@ def main(way: str) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     with tempfile.TemporaryDirectory() as path:
+        shared = [path]
+        dist.broadcast_object_list(shared)  # the first rank's, where save_pretrained writes
         if way == "tp":
-            model_of(LLAMA).save_pretrained(path)  # each rank its own, of the same bits
-        (own, exact), (found, gradients) = (trained(way, converts, path) for converts in (False, True))
+            model_of(LLAMA).save_pretrained(shared[0])
+        dist.barrier()
+        (own, exact), (found, gradients) = (trained(way, converts, shared[0]) for converts in (False, True))
+        dist.barrier()
     assert own[0] - own[-1] > 0.1, own
     for loss, other in zip(found, own, strict=True):
         assert abs(loss - other) < 1e-2 * other, (found, own)
     for name, gradient in gradients.items():
         assert (gradient - exact[name]).norm() <= 0.05 * exact[name].norm(), name
     if rank == 0:
-        print(f"{way} on {dist.get_world_size()} GPUs: {own} with the model's norms, {found} converted")
+        print(f"{way} on {dist.get_world_size()} ranks: {own} with the model's norms, {found} converted")
     dist.barrier()
     dist.destroy_process_group()
 
