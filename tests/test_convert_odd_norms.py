@@ -284,6 +284,61 @@ def test_the_default_dtype_does_not_matter(dtype) -> None:
     assert modes == ["llama", "gemma"]
 
 
+# --- strides ---
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(2, 5, 3, 24).transpose(1, 2),
+        torch.randn(2, 5, 9, 24)[:, :, 3:6].transpose(1, 2),
+        torch.randn(2, 5, 72)[..., 24:48],
+        torch.randn(5, 2, 24).transpose(0, 1),
+        torch.randn(2, 1, 24).expand(2, 5, 24),
+        torch.randn(1, 5, 1, 24).transpose(1, 2),
+    ],
+    ids=["heads", "heads of a fused QKV", "a part of a fused QKV", "sequence first", "expanded", "one head"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_y_has_the_strides_it_had(x, dtype) -> None:
+    norm, dy = LlamaNorm(24), torch.randn(x.shape).to(dtype)
+    nn.init.normal_(norm.weight)
+    norm, x = norm.to(dtype), x.to(dtype)
+    found = []
+    for _ in range(2):
+        leaf = x.detach().requires_grad_()
+        y = norm(leaf)
+        found.append((y, *torch.autograd.grad(y, [leaf, norm.weight], dy)))
+        meshnorm.convert(norm)
+    (own_y, own_dx, own_dw), (y, dx, dw) = found
+    strides, own_strides = ([t.stride(dim) for dim in range(t.ndim) if t.shape[dim] > 1] for t in (y, own_y))
+    assert torch.equal(y, own_y) and strides == own_strides
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {}
+    torch.testing.assert_close(dx, own_dx, **tolerance)
+    torch.testing.assert_close(dw, own_dw, **({"rtol": 2e-2, "atol": 5e-2} if tolerance else {}))
+
+
+def test_rows_in_another_order_are_not_copied(monkeypatch) -> None:
+    norm, calls = LlamaNorm(24), _calls(monkeypatch)
+    meshnorm.convert(norm)
+    x = torch.randn(2, 5, 3, 24)
+    y = norm(x.transpose(1, 2))
+    assert calls[0].is_contiguous() and calls[0].data_ptr() == x.data_ptr()
+    y.transpose(1, 2).view(2, 5, 72)  # as a model may go on
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_transposed_x_compiles_whole(dynamic) -> None:
+    torch.compiler.reset()
+    norm = LlamaNorm(24)
+    meshnorm.convert(norm)
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for sequence in (5, 7):
+        x = torch.randn(2, sequence, 3, 24).transpose(1, 2)
+        y = compiled(x)
+        assert torch.equal(y, norm(x)) and y.stride() == norm(x).stride()
+
+
 # --- torch.compile ---
 
 
