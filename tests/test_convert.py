@@ -236,7 +236,7 @@ def test_autocast_gives_what_it_gave(monkeypatch) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-2 if found.dtype != torch.float32 else 1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 515, 4096])
+@pytest.mark.parametrize("width", [2, 3, 515, 4096])
 @pytest.mark.parametrize("make", [LlamaNorm, RootAndDivisionNorm, GemmaStyleNorm, NoneStyleNorm])
 def test_the_cast_order_is_found_at_any_width(make, width) -> None:
     expected = {LlamaNorm: "llama", RootAndDivisionNorm: "gemma", GemmaStyleNorm: "gemma", NoneStyleNorm: "none"}

@@ -146,3 +146,13 @@ def _layouts() -> None:
 
 def test_inputs_in_any_layout_give_a_hidden_sharded_output(pool2) -> None:
     pool2.run(_layouts)
+
+
+def _named() -> None:
+    norm = HiddenParallel()._apply(meshnorm.RMSNorm(12), mesh_for((("tp", 2),)))
+    with pytest.raises(OptionError, match="RMSNorm was called with named arguments alone: HiddenParallel shards"):
+        norm(x=torch.ones(3, 6))
+
+
+def test_a_named_x_is_refused(pool2) -> None:
+    pool2.run(_named)

@@ -124,7 +124,8 @@ def test_the_plan_replaces_the_gathering_entries_of_each_family() -> None:
     for family in ("Olmo2", "Olmo3", "Olmoe", "MiniMaxM2", "FlexOlmo"):
         config = getattr(transformers, f"{family}Config", None)
         if config is not None:
-            assert all_heads_tp_plan(config()) == expected
+            plan, own = all_heads_tp_plan(config()), config().base_model_tp_plan
+            assert plan == {f"model.{name}": style for name, style in own.items()} | expected
     with pytest.raises(OptionError, match="LlamaConfig gathers no queries and keys"):
         all_heads_tp_plan(transformers.LlamaConfig())
 
@@ -134,3 +135,33 @@ def test_a_norm_that_cannot_be_converted_is_named() -> None:
 
     with pytest.raises(OptionError, match=r"a LayerNorm the style 'meshnorm_hidden'.* it holds weight, bias"):
         HiddenParallelNorm().install_forward(torch.nn.LayerNorm(8), None)
+
+
+def test_the_plan_for_norms_of_one_head_names_those_whose_gradients_are_summed() -> None:
+    from meshnorm.integrations.transformers_tp import PER_HEAD_STYLE, per_head_tp_plan
+
+    for family in ("Qwen3", "Gemma3Text", "Qwen3Next"):
+        config = getattr(transformers, f"{family}Config")()
+        expected = {f"layers.*.self_attn.{part}_norm": PER_HEAD_STYLE for part in ("q", "k")}
+        assert per_head_tp_plan(config, prefix="") == config.base_model_tp_plan | expected
+    with pytest.raises(OptionError, match="LlamaConfig has no norms of one head each"):
+        per_head_tp_plan(transformers.LlamaConfig())
+
+
+def _named_x() -> None:
+    from meshnorm.integrations.transformers_tp import HiddenParallelNorm
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    x = torch.randn(3, 8)
+    norm = transformers.models.llama.modeling_llama.LlamaRMSNorm(8)
+    expected, style = norm(x), HiddenParallelNorm()
+    style.shard_param(norm, "weight", mesh)
+    style.install_forward(norm, mesh)
+    mine = slice(4 * mesh.get_local_rank(), 4 * mesh.get_local_rank() + 4)
+    for y in (norm(x[:, mine]), norm(hidden_states=x[:, mine])):
+        torch.testing.assert_close(y, expected[:, mine])
+
+
+def test_a_norm_over_all_heads_may_be_called_with_a_named_x(pool2) -> None:
+    pool2.run(_named_x)

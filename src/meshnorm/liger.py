@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from meshnorm.checks import is_dtensor
 from meshnorm.errors import CastingModeError, OptionError
-from meshnorm.functional import rms_norm
+from meshnorm.functional import add_rms_norm, rms_norm
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -46,13 +46,17 @@ __all__ = [
 _MODES = {-1: "none", 0: "llama", 1: "gemma"}
 
 
+def _mode(casting_mode: str | int) -> str:
+    if not isinstance(casting_mode, int):
+        return casting_mode
+    if casting_mode not in _MODES:
+        raise CastingModeError(f"casting_mode is {casting_mode}: choose 'llama' (0), 'gemma' (1) or 'none' (-1)")
+    return _MODES[casting_mode]
+
+
 def _norm(X: Tensor, W: Tensor | None, eps: float, offset: float, casting_mode: str | int, gather: bool) -> Tensor:
-    if isinstance(casting_mode, int):
-        if casting_mode not in _MODES:
-            raise CastingModeError(f"casting_mode is {casting_mode}: choose 'llama' (0), 'gemma' (1) or 'none' (-1)")
-        casting_mode = _MODES[casting_mode]
-    shape = X.shape[-1:] if W is None else W.shape
-    y = rms_norm(X, W, eps, offset=offset, casting_mode=casting_mode, normalized_shape=tuple(shape))
+    shape = tuple(X.shape[-1:] if W is None else W.shape)
+    y = rms_norm(X, W, eps, offset=offset, casting_mode=_mode(casting_mode), normalized_shape=shape)
     return _whole(y) if gather else y
 
 
@@ -115,6 +119,9 @@ class LigerFusedAddRMSNormFunction:
         gather: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """(the norm of X + R, X + R). X and R are of one shape, dtype and layout."""
+        if not (is_dtensor(X) or is_dtensor(R)) and X.dtype == R.dtype and X.shape == R.shape:
+            shape = tuple(X.shape[-1:] if W is None else W.shape)
+            return add_rms_norm(X, R, W, eps, offset=offset, casting_mode=_mode(casting_mode), normalized_shape=shape)
         total = X + R
         return _norm(total, W, eps, offset, casting_mode, gather), _whole(total) if gather else total
 

@@ -71,6 +71,11 @@ class HiddenParallel(ParallelStyle):
 
 
 def _sharded_input(module: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> Any:
+    if not inputs:
+        raise OptionError(
+            f"the {type(module).__name__} was called with named arguments alone: HiddenParallel shards the first "
+            f"positional one; pass x by its position"
+        )
     x, *others = inputs
     return (hidden_sharded(x, device_mesh, _width(module)), *others)
 

@@ -87,7 +87,7 @@ def revert(model: nn.Module) -> tuple[str, ...]:
 
 def _is_norm(module: nn.Module) -> bool:
     """A module without submodules whose class, or a base of it, is called a norm. Wrappers hold submodules."""
-    if module._modules:
+    if module._modules.keys() - {"parametrizations"}:
         return False
     return any("norm" in kind.__name__.lower() for kind in type(module).__mro__)
 

@@ -18,8 +18,10 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from meshnorm.checks import is_dtensor
 from meshnorm.converting.promoted import scaled
 from meshnorm.converting.recipe import APART, RAISED, Recipe
 from meshnorm.functional import rms_norm
@@ -28,11 +30,16 @@ from meshnorm.functional import rms_norm
 class Converted:
     """The first base of a converted module's class, which has the other forward (``_converted_class``)."""
 
-    _meshnorm_recipe: Recipe
+    _meshnorm_recipe: Recipe | None = None  # that of an instance; one that is made as type(norm)(...) is not converted
     _meshnorm_original: type[nn.Module]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Not the original's: a registry of classes would find ours under the same name."""
 
     def extra_repr(self) -> str:
         text = super().extra_repr()  # type: ignore[misc]
+        if self._meshnorm_recipe is None:
+            return text
         ours = f"meshnorm: {described(self._meshnorm_recipe)}"
         return f"{text}, {ours}" if text else ours
 
@@ -44,16 +51,21 @@ class Converted:
 
 
 def computed(module: Any, recipe: Recipe, x: Tensor) -> Tensor | None:
-    """The module's y by its recipe; None where dtypes meet that have no way."""
+    """The module's y by its recipe; None for what was not probed: its own forward knows what to do, or to say."""
     weight = None if recipe.weight is None else getattr(module, recipe.weight)
     found = recipe.way(x, weight)
-    if found is None:
+    if found is None or x.layout is not torch.strided:  # a nested tensor, say
         return None
-    way, dtype = found
-    x = x.to(dtype) if way == RAISED else x
     shape = recipe.normalized_shape
     if shape is None:
         shape = tuple(x.shape[-1:]) if weight is None else tuple(weight.shape)
+    if x.shape[-len(shape) :] != shape or any(getattr(module, name) != value for name, value in recipe.fixed):
+        return None
+    order = None if x.is_contiguous() or is_dtensor(x) else _memory_order(x, len(shape))
+    if order is not None:  # rows may be taken in any order: in that in which they lie, none is copied
+        x = x.permute(order)
+    way, dtype = found
+    x = x.to(dtype) if way == RAISED else x
     y = rms_norm(
         x,
         None if way == APART else weight,
@@ -64,7 +76,26 @@ def computed(module: Any, recipe: Recipe, x: Tensor) -> Tensor | None:
         hidden=recipe.hidden,
         weight_grad=recipe.weight_grad,
     )
-    return scaled(y, weight, recipe.weight_grad) if way == APART and weight is not None else y
+    if way == APART and weight is not None:
+        y = scaled(y, weight, recipe.weight_grad)
+    return y if order is None else y.permute(tuple(map(order.index, range(x.ndim))))
+
+
+def _memory_order(x: Tensor, normalized_ndim: int) -> tuple[int, ...] | None:
+    """x's dims, those of rows in the order of their strides, the largest first; None where they are in it.
+
+    With it y gets the strides that torch's elementwise operations give it: queries that were transposed to
+    (batch, heads, sequence, head_dim) stay so, and a ``view`` that reads them back works as before.
+    """
+    strides = x.stride()[: x.ndim - normalized_ndim]
+    order = list(range(x.ndim))
+    for last in range(len(strides) - 1, 0, -1):  # sorted by hand, since torch.compile sorts no symbolic sizes
+        for dim in range(last):
+            if strides[order[dim]] < strides[order[dim + 1]]:
+                order[dim], order[dim + 1] = order[dim + 1], order[dim]
+    if order == list(range(x.ndim)) or any(stride == 0 for stride in strides):
+        return None
+    return tuple(order)
 
 
 def described(recipe: Recipe) -> str:
@@ -89,8 +120,8 @@ def _converted_class(original: type[nn.Module]) -> type[nn.Module]:
     # Wrapped, so that those who ask for the signature of forward (torchtitan's shardings) see the class's own.
     @wraps(original.forward)
     def forward(self: Any, *args: Any, **named: Any) -> Any:
-        recipe: Recipe = self._meshnorm_recipe
-        if len(args) + len(named) == 1:
+        recipe: Recipe | None = self._meshnorm_recipe
+        if recipe is not None and len(args) + len(named) == 1:
             x = args[0] if args else named.get(recipe.argument)
             if isinstance(x, Tensor):
                 y = computed(self, recipe, x)
@@ -118,18 +149,19 @@ def _restored(original: type[nn.Module]) -> nn.Module:
 
 
 def is_converted(module: nn.Module) -> bool:
-    return isinstance(module, Converted)
+    return isinstance(module, Converted) and module._meshnorm_recipe is not None
 
 
 def swap(module: nn.Module, recipe: Recipe) -> None:
     """Gives the module its other forward."""
+    if not isinstance(module, Converted):
+        module.__class__ = _converted_class(type(module))
     module.__dict__["_meshnorm_recipe"] = recipe
-    module.__class__ = _converted_class(type(module))
 
 
 def unswap(module: nn.Module) -> bool:
     """Gives a converted module its own forward again; whether it was converted."""
-    if not isinstance(module, Converted):
+    if not is_converted(module):
         return False
     module.__class__ = _without(type(module))
     del module.__dict__["_meshnorm_recipe"]

@@ -8,6 +8,8 @@ does it round, for each pair of dtypes. An answer that ``meshnorm.rms_norm`` can
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -44,6 +46,7 @@ class _Probe:
         self._read_weight()
         self._read_eps()
         self._check_values()
+        self._check_width()
         self._check_gradient()
         mode = self._casting_mode()
         ways = self._ways(mode)
@@ -59,6 +62,7 @@ class _Probe:
             casting_mode=mode,
             normalized_shape=shell.given_shape if self.weight is None else None,
             ways=ways,
+            fixed=self._fixed(),
         )
 
     # --- draws ---
@@ -167,6 +171,35 @@ class _Probe:
             x = self.x(*scales, ndim=ndim, width=80 if any_width else None)
             if not self.admits(self.shell(x, weight), x, weight):
                 raise Refused(f"for an x of {x.ndim} dims it computes something other")
+
+    def _check_width(self) -> None:
+        """That the weight scales whole rows, and no broadcast of it."""
+        weight = self.drawn_weight()
+        if not self.weight or weight is None:
+            return
+        x = self.x(1.0)
+        for dim in self.dims():
+            try:
+                self.shell(torch.cat([x, x], dim), weight)
+            except Refused:
+                continue
+            raise Refused(f"its {self.weight} of shape {self.shell.shape} scales wider rows too: parts of them, or any")
+
+    def _fixed(self) -> tuple[tuple[str, Any], ...]:
+        """The attributes beside eps that y changes with: numbers, and what is on or off."""
+        x, weight = self.x(1.0, max(_TINY, self.eps**0.5)), self.drawn_weight()
+        y, found = self.shell(x, weight), []
+        for name, value in self.shell.attributes().items():
+            if name == self.eps_name or not isinstance(value, (int, float)):
+                continue
+            other = not value if isinstance(value, bool) else value + 1
+            try:
+                follows = not torch.equal(self.shell(x, weight, **{name: other}), y)
+            except Refused:
+                follows = True
+            if follows:
+                found.append((name, value))
+        return tuple(found)
 
     def _check_gradient(self) -> None:
         x, weight = self.x(*self.scales(torch.float32)[:3]), self.drawn_weight()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +24,9 @@ class Recipe:
     """How ``meshnorm.rms_norm`` is to be called in place of a module's own forward.
 
     ``weight`` and ``eps_name`` name attributes of the module that are read at each call, as its own forward does; an
-    eps that no attribute holds stands in ``eps``. ``ways`` maps each situation that was probed to one of the ways
-    above and the dtype of y; in any other, the module's own forward runs.
+    eps that no attribute holds stands in ``eps``. ``fixed`` has the other attributes on which y depends, with the
+    values they had in the probe. ``ways`` maps each situation that was probed to one of the ways above and the dtype
+    of y. In any other situation, and with other values, the module's own forward runs.
     """
 
     argument: str
@@ -35,6 +37,7 @@ class Recipe:
     casting_mode: str
     normalized_shape: tuple[int, ...] | None
     ways: dict[Situation, tuple[str, torch.dtype]] = field(compare=False, repr=False)
+    fixed: tuple[tuple[str, Any], ...] = ()
     hidden: str = "stats"
     weight_grad: str = "auto"
 
