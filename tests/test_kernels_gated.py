@@ -1,0 +1,75 @@
+"""The kernels of a gated norm: in torch, and Triton's (in its interpreter where there is no GPU)."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install meshnorm[triton]")
+
+from interpreting import interpreter_does_as_the_hardware  # noqa: E402, F401
+from kernel_cases_gated import BF16, F32, GatedCase, GatedPromises, GatedRunner  # noqa: E402
+
+from meshnorm.kernels import cpu, cpu_gated, gpu_gated  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """New inputs each run; a failure shows the seed, MESHNORM_SEED repeats it."""
+    seed = int(os.environ.get("MESHNORM_SEED") or random.SystemRandom().randrange(2**31))
+    print(f"MESHNORM_SEED={seed}")
+    torch.manual_seed(seed)
+
+
+class TestCpu(GatedPromises):
+    kernels = cpu_gated
+    device = "cpu"
+    threads = (1, 2)
+
+    def test_blocks_end_anywhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for elements in (1, 300, 1100):
+            monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", elements // torch.get_num_threads())
+            for view in ("contiguous", "heads", "transposed", "one_row"):
+                for before in (True, False):
+                    self.check(GatedCase(66, 96, BF16, F32, x=view, gate="heads", before=before, group=48))
+
+
+class TestTriton(GatedPromises):
+    kernels = gpu_gated
+    device = "cuda" if CUDA else "cpu"
+    bit_widths = ((17, 0), (102, 34), (1002, 0))
+    if CUDA:  # a width for each kind of kernel
+        bit_widths = ((17, 0), (128, 64), (1002, 0), (2048, 1024), (2560, 0), (4096, 0), (6144, 0), (8192, 0))
+        bit_widths += ((8192, 1024), (12288, 0), (16384, 0), (40000, 0))
+
+
+@pytest.mark.gpu
+class TestGpu(GatedRunner):
+    """What only a compiler does: every kind of kernel at its widths."""
+
+    kernels = gpu_gated
+    device = "cuda"
+
+    @pytest.mark.parametrize(
+        ("n", "group"),
+        [
+            *((64, 0), (128, 0), (256, 0), (512, 0), (1024, 0), (8192, 64), (8192, 1024), (2880, 0), (2048, 0)),
+            *((4096, 0), (5120, 0), (6144, 0), (8192, 0), (12288, 0), (16384, 0), (20000, 0), (131072, 0)),
+        ],
+    )
+    @pytest.mark.parametrize("dtypes", [(BF16, BF16), (BF16, F32), (F32, F32), (torch.float16, torch.float16)], ids=str)
+    @pytest.mark.parametrize("before", [True, False])
+    def test_every_kind_of_kernel(self, n: int, group: int, dtypes: tuple, before: bool) -> None:
+        for m in (1, 300, 4099 if n <= 16384 else 7):
+            for activation in ("silu", "sigmoid"):
+                case = GatedCase(m, n, dtypes[0], dtypes[0], gate_dtype=dtypes[1], before=before, group=group)
+                self.check(GatedCase(**{**case.__dict__, "activation": activation}))
