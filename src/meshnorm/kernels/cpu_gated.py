@@ -184,18 +184,18 @@ class _GatedBlocks(_Blocks):
 
     def activation_and_slope(self, rows: slice, slopes: Tensor) -> tuple[Tensor, Tensor]:
         """(act(gate), act'(gate)), both to be written over. With e = exp(−gate), σ is 1 / (1 + e) and 1 − σ is
-        e · σ, without a cancellation; where e overflows σ is 0, and e is kept finite."""
+        e / (1 + e), without a cancellation; where e overflows σ is 0, and e is kept finite."""
         assert self.gate is not None and self.act is not None
         gate = self.read(self.gate, rows, self.work)
         slope, act = _head(slopes, rows), _head(self.act, rows)
         torch.neg(gate, out=slope).exp_()
-        torch.add(slope, 1, out=act).reciprocal_()
-        slope.clamp_(max=torch.finfo(self.dtype).max).mul_(act)
+        torch.add(slope, 1, out=act)
+        slope.clamp_(max=torch.finfo(self.dtype).max).div_(act)
         if self.how.activation == "silu":
-            slope.mul_(gate).add_(1).mul_(act)
-            act.mul_(gate)
+            slope.mul_(gate).add_(1).div_(act)
+            torch.div(gate, act, out=act)
         else:
-            slope.mul_(act)
+            slope.mul_(act.reciprocal_())
         return act, slope
 
     def group_sums(self, block: Tensor) -> Tensor:
