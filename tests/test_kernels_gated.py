@@ -14,10 +14,11 @@ if not CUDA:
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install meshnorm[triton]")
 
+from fake_driver import what_an_h200_is_asked  # noqa: E402
 from interpreting import interpreter_does_as_the_hardware  # noqa: E402, F401
-from kernel_cases_gated import BF16, F32, GatedCase, GatedPromises, GatedRunner  # noqa: E402
+from kernel_cases_gated import BF16, F32, GatedCase, GatedPromises, GatedRunner, Given  # noqa: E402
 
-from meshnorm.kernels import cpu, cpu_gated, gpu_gated  # noqa: E402
+from meshnorm.kernels import cpu, cpu_gated, gpu, gpu_gated  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
@@ -73,3 +74,54 @@ class TestGpu(GatedRunner):
             for activation in ("silu", "sigmoid"):
                 case = GatedCase(m, n, dtypes[0], dtypes[0], gate_dtype=dtypes[1], before=before, group=group)
                 self.check(GatedCase(**{**case.__dict__, "activation": activation}))
+
+
+# --- what is launched ---
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    ("n", "group"), [(128, 128), (8192, 64), (8192, 1024), (12288, 1536), (2880, 2880), (8192, 8192), (12288, 12288)]
+)
+def test_both_passes_are_one_launch_beside_that_of_dw(
+    n: int, group: int, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = what_an_h200_is_asked(monkeypatch)
+    for name in ("has_ptx", "multiprocessors", "_shared_memory", "launch"):
+        monkeypatch.setattr(gpu_gated, name, getattr(gpu, name))
+    m = 2**27 // n
+    x = torch.empty(1, m, n, dtype=BF16)  # never touched
+    y, weight = x[0], torch.empty(n, dtype=BF16)
+    rstd = torch.empty(m, n // group)
+    how = GatedCase(m, n, before=before, group=group).how
+    gpu_gated.forward(x, x, weight, how, y, rstd)
+    (forward,) = asked
+    wide = before and group > 1024
+    assert forward.kernel == ("gated_forward_wide_kernel" if wide else "gated_forward_kernel")
+    asked.clear()
+    gpu_gated.backward(x, x, x, weight, rstd, how, y, y, weight)
+    assert [launched.kernel for launched in asked] == ["gated_backward_kernel", "sum_partials_kernel"]
+    first = asked[0]
+    (programs,) = first.grid
+    resident = 132 * (65536 // (first.options["maxnreg"] * 32 * first.options["num_warps"]))
+    assert 0.8 * resident <= programs <= resident and programs % (n // group) == 0
+    partial = first.arguments["PARTIAL"]
+    assert partial.shape == (programs // (n // group), n) and partial.nbytes <= 0.03 * 2 * m * n
+
+
+def test_groups_beyond_one_program_take_their_sums_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = what_an_h200_is_asked(monkeypatch)
+    for name in ("has_ptx", "multiprocessors", "_shared_memory", "launch"):
+        monkeypatch.setattr(gpu_gated, name, getattr(gpu, name))
+    for before, want, kernels in (
+        (True, "dX dGate dW", ["gated_statistic_kernel", "gated_backward_kernel", "sum_partials_kernel"]),
+        (True, "dGate dW", ["gated_backward_kernel", "sum_partials_kernel"]),
+        (False, "dGate", ["gated_statistic_kernel", "gated_backward_kernel"]),
+        (False, "dW", ["gated_backward_kernel", "sum_partials_kernel"]),
+    ):
+        given = Given.__new__(Given)
+        given.case = GatedCase(600, 16384, BF16, BF16, before=before)
+        x, given.weight = torch.empty(1, 600, 16384, dtype=BF16), torch.empty(16384, dtype=BF16)
+        asked.clear()
+        TestTriton().backward(given, x, x, x, torch.empty(600, 1), want)
+        assert [launched.kernel for launched in asked] == kernels

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ..formula_gated import Gated, rounds_product
 from .gpu import (
+    MACHINE_SHARE,
     _allowed_partials,
     _ceil,
     _fitting_stages,
     _launch,
     _shared_memory,
     multiprocessors,
-    program_count,
     sum_partials,
 )
 from .gpu_chunks import REGISTERS
@@ -249,7 +249,7 @@ def _gradients(
     views = _Views(n, x, gate, dy)
     groups, chunks = columns // n, 1 if total is None else _ceil(n, tile.block * tile.holds)
     tiles = _ceil(views.m, tile.rows)
-    allowed = _allowed_partials(x, rstd) if dw is not None else None
+    allowed = _allowed_partials(x, rstd) if dw is not None else tiles
     programs = program_count(tiles, groups * chunks, tile.per_sm, multiprocessors(x.device), allowed)
     partial = dw
     if dw is not None and programs > 1:
@@ -276,6 +276,15 @@ def _gradients(
     )
     if dw is not None and partial is not None and partial is not dw:
         sum_partials(partial, dw)
+
+
+def program_count(tiles: int, parts: int, per_sm: int, sms: int, allowed: int) -> int:
+    """Programs that share the row tiles of each of ``parts``, the chunks of all groups: no more than run at once, since
+    those that wait for others to end would take as long again; no more than there are tiles; and no more than the
+    ``allowed`` partial rows of dW if these fill most of the device."""
+    least = MACHINE_SHARE * sms / parts
+    programs = min(sms * per_sm // parts, tiles, allowed if allowed >= least else _ceil(sms, parts))
+    return max(1, programs)
 
 
 class _Views:
