@@ -233,10 +233,11 @@ class GatedPromises(GatedRunner):
             case = GatedCase(4, 64, dtype, dtype, before=before, activation=activation, gate_dtype=dtype, mode="gemma")
             given = Given(case, self.device)
             sizes = torch.tensor([0.0, -0.0, 1e-6, -1e-6, 20.0, -20.0, 80.0, -80.0, 1e4, -1e4], device=self.device)
-            given.gate = sizes.repeat(4 * 64 // 10 + 1)[: 4 * 64].view(1, 4, 64).to(dtype)
+            gate = torch.empty(1, 4, 64, device=self.device).uniform_(-85, -60)
+            gate[..., : len(sizes)] = sizes
+            given.gate = gate.to(dtype)
             given.exact()
-            # -1e4 makes 0 of everything, and 1e4 lets nothing else count
-            given.activation_roundings = 3 * 84
+            given.activation_roundings = 3 * 84 if dtype == BF16 else 0  # float32 shows what the exponential is off by
             y, rstd = self.forward(given, given.x, given.gate)
             assert rstd is not None
             found = {"y": y, **self.backward(given, given.dy, given.x, given.gate, rstd)}
@@ -259,8 +260,8 @@ class GatedPromises(GatedRunner):
     @pytest.mark.parametrize("before", [True, False])
     @pytest.mark.parametrize(("n", "group"), [(96, 48), (2500, 0), (17001, 0)])
     def test_a_frozen_tensor_costs_nothing_and_changes_nothing(self, n: int, group: int, before: bool) -> None:
-        for gate_dtype in (BF16, F32):
-            given = Given(GatedCase(3, n, BF16, F32, before=before, gate_dtype=gate_dtype, group=group), self.device)
+        for gate_dtype in (BF16, F32) if n < 10000 else (BF16,):
+            given = Given(GatedCase(2, n, BF16, F32, before=before, gate_dtype=gate_dtype, group=group), self.device)
             _, rstd = self.forward(given, given.x, given.gate)
             assert rstd is not None
             inputs = given.dy, given.x, given.gate, rstd

@@ -60,6 +60,14 @@ def test_without_a_gate_it_is_the_norm_in_groups() -> None:
     torch.testing.assert_close(norm(x), expected)
 
 
+def test_fx_traces_it_as_one_call() -> None:
+    norm = meshnorm.GatedRMSNorm(8)
+    traced = torch.fx.symbolic_trace(norm)
+    x, gate = torch.randn(3, 8), torch.randn(3, 8)
+    assert torch.equal(traced(x, gate), norm(x, gate))
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [meshnorm.gated_rms_norm]
+
+
 def test_its_words_say_what_it_computes() -> None:
     text = repr(meshnorm.GatedRMSNorm(8, 1e-5, norm_before_gate=False, group_size=4, offset=1.0))
     assert text == (

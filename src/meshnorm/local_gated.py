@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from meshnorm import ops_gated
-from meshnorm.dispatch import is_batched, transformed, unobserved
-from meshnorm.formula_gated import Gated, reference_gated_backward, reference_gated_forward
+from meshnorm.dispatch import transformed, unobserved
+from meshnorm.formula_gated import Gated, reference_gated_forward
 from meshnorm.local import once_differentiable, refuse_double_backward
 
 
@@ -47,15 +47,12 @@ def _local_backward(
 ) -> tuple[Tensor | None, ...]:
     how: Gated = ctx.how
     needs_dx, needs_d_gate, needs_dw = ctx.needs_input_grad[:3]
-    if is_batched(dy):
-        dx, d_gate, dw = reference_gated_backward(dy, x, gate, weight, how, ctx.ndim)
-    else:
-        dw_dtype = weight.dtype if needs_dw and weight is not None else None
-        dx, d_gate, dw = ops_gated.gated_backward(
-            dy,
-            *(x, gate, weight, rstd, how.offset, how.norm_before_gate, how.activation, how.group_size),
-            *(ctx.ndim, needs_dx, needs_d_gate, dw_dtype),
-        )
+    dw_dtype = weight.dtype if needs_dw and weight is not None else None
+    dx, d_gate, dw = ops_gated.gated_backward(
+        dy,
+        *(x, gate, weight, rstd, how.offset, how.norm_before_gate, how.activation, how.group_size),
+        *(ctx.ndim, needs_dx, needs_d_gate, dw_dtype),
+    )
     return dx if needs_dx else None, d_gate if needs_d_gate else None, dw if needs_dw else None, None, None
 
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
 
+torch.fx.wrap("gated_rms_norm")  # as ``module`` does for rms_norm
+
+
 class GatedRMSNorm(torch.nn.Module):
     """RMSNorm beside a gate, as ``meshnorm.gated_rms_norm``; docs/gated.md says which arguments a model family has.
 

@@ -165,10 +165,8 @@ def gated_statistic(
         return total
     rows, gates, totals = row_view(x, ndim), _rows(gate, ndim), total.view(-1, groups)
     for part in _stretches(segments):
-        found = torch.empty_like(totals[:, part.groups])
         how = Gated(0.0, 0.0, "", False, activation, part.size)
-        gated_kernels_for(x.device).statistic(part.of(rows), part.of(gates), how, found)
-        totals[:, part.groups] += found
+        gated_kernels_for(x.device).statistic(part.of(rows), part.of(gates), how, totals[:, part.groups])
     return total
 
 
@@ -237,12 +235,9 @@ def gated_backward_statistic(
     grads, rows, gates = row_view(dy, ndim), row_view(x, ndim), _rows(gate, ndim)
     totals, rstds = total.view(-1, groups), rstd.view(-1, groups)
     for part in _stretches(segments):
-        found = torch.empty_like(totals[:, part.groups])
         how = Gated(0.0, offset, "", norm_before_gate, activation, part.size)
-        gated_kernels_for(x.device).backward_statistic(
-            part.of(grads), part.of(rows), part.of(gates), part.of(weight), rstds[:, part.groups], how, found
-        )
-        totals[:, part.groups] += found
+        given = part.of(grads), part.of(rows), part.of(gates), part.of(weight), rstds[:, part.groups]
+        gated_kernels_for(x.device).backward_statistic(*given, how, totals[:, part.groups])
     return total
 
 
