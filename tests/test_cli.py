@@ -92,6 +92,10 @@ def test_env_tells_versions_and_the_path_of_each_device(capsys: pytest.CaptureFi
         (["--dtype", "fp32", "--weight-dtype", "bf16"], {"dtype": torch.float32, "weight_dtype": torch.bfloat16}),
         (["--hidden", "gather"], {"hidden": "gather"}),
         (["--normalized-dims", "2"], {"normalized_shape": (8192, 4096)}),
+        (
+            ["--gate", "R,P", "--gate-dtype", "fp32", "--group-size", "512"],
+            {"gate": parse_placements("R,P"), "gate_dtype": torch.float32, "group_size": 512},
+        ),
     ],
 )
 def test_plan_prints_what_plan_returns(

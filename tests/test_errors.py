@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import meshnorm
-from meshnorm import add_rms_norm, errors, rms_norm
+from meshnorm import GatedRMSNorm, add_rms_norm, errors, gated_rms_norm, rms_norm
 from meshnorm.checking.case import mesh_for
 from meshnorm.checking.ranks import RankPool
 from meshnorm.errors import (
@@ -23,6 +23,8 @@ from meshnorm.errors import (
     DoubleBackwardError,
     DTypeError,
     EpsError,
+    GateShapeError,
+    GroupSizeError,
     MeshMismatchError,
     MeshnormError,
     MixedTensorError,
@@ -45,6 +47,8 @@ BUILTINS = {
     NormalizedShapeError: ValueError,
     WeightShapeError: ValueError,
     ResidualShapeError: ValueError,
+    GateShapeError: ValueError,
+    GroupSizeError: ValueError,
     EpsError: ValueError,
     OffsetError: ValueError,
     CastingModeError: ValueError,
@@ -204,6 +208,53 @@ PLAIN: dict[str, tuple[type[MeshnormError], Callable[[], Any], list[str]]] = {
     ),
     "eps_behind_an_addition": (EpsError, lambda: add_rms_norm(_x(), _x(), W, -1.0), ["eps is -1.0", "0 or more"]),
     "weight_behind_an_addition": (WeightShapeError, lambda: add_rms_norm(_x(), _x(), torch.ones(7)), ["weight has"]),
+    "gate_that_would_broadcast": (
+        GateShapeError,
+        lambda: gated_rms_norm(_x(), torch.ones(8), W),
+        ["gate has shape (8,)", "(3, 4, 8)", "expand()"],
+    ),
+    "list_gate": (DTypeError, lambda: gated_rms_norm(_x(), [1.0], W), ["gate is a list", "tensor"]),
+    "integer_gate": (DTypeError, lambda: gated_rms_norm(_x(), _x(torch.int32)), ["gate has dtype", "cast"]),
+    "float64_gate": (
+        DTypeError,
+        lambda: gated_rms_norm(_x(), _x(torch.float64)),
+        ["gate has dtype torch.float64", "x torch.float32", "cast"],
+    ),
+    "sparse_gate": (TensorLayoutError, lambda: gated_rms_norm(_x(), _x().to_sparse()), ["gate is", "densify"]),
+    "gate_elsewhere": (
+        DeviceError,
+        lambda: gated_rms_norm(_x(), _x().to("meta")),
+        ["gate is on meta", "x is on cpu", "move"],
+    ),
+    "activation": (
+        OptionError,
+        lambda: gated_rms_norm(_x(), _x(), activation="relu"),
+        ["activation is 'relu'", '"silu"', '"sigmoid"'],
+    ),
+    "norm_before_gate": (
+        OptionError,
+        lambda: gated_rms_norm(_x(), _x(), norm_before_gate=None),
+        ["norm_before_gate is None", "True or False"],
+    ),
+    "group_that_does_not_divide": (
+        GroupSizeError,
+        lambda: gated_rms_norm(_x(), _x(), W, group_size=3),
+        ["group_size is 3", "8 numbers", "divisor of 8"],
+    ),
+    "group_of_nothing": (
+        GroupSizeError,
+        lambda: gated_rms_norm(_x(), _x(), group_size=0),
+        ["group_size is 0", "1 or more", "None"],
+    ),
+    "group_of_half": (GroupSizeError, lambda: gated_rms_norm(_x(), _x(), group_size=0.5), ["group_size is 0.5"]),
+    "group_of_a_module": (GroupSizeError, lambda: GatedRMSNorm(8, group_size=3), ["group_size is 3", "8"]),
+    "activation_of_a_module": (OptionError, lambda: GatedRMSNorm(8, activation="tanh"), ["activation is 'tanh'"]),
+    "eps_beside_a_gate": (EpsError, lambda: gated_rms_norm(_x(), _x(), W, -1.0), ["eps is -1.0", "0 or more"]),
+    "output_placements_of_a_plain_x_and_gate": (
+        OptionError,
+        lambda: gated_rms_norm(_x(), _x(), W, output_placements=(Replicate(),)),
+        ["output_placements", "plain tensor", "leave it out"],
+    ),
     "double_backward": (
         DoubleBackwardError,
         _double_backward,
@@ -460,6 +511,31 @@ ON_RANKS: dict[str, tuple[type[MeshnormError], Callable[[DeviceMesh], None], lis
         UnreachableLayoutError,
         lambda mesh: add_rms_norm(_dtensor(mesh, (S0, R), (4, 6, 8)), _dtensor(mesh, (S1, R), (4, 6, 8))),  # type: ignore[arg-type]
         ["residual is S", "'dp'", "gathered", "redistribute"],
+    ),
+    "plain_gate": (
+        MixedTensorError,
+        lambda mesh: gated_rms_norm(_dtensor(mesh, (S0, R), (4, 6, 8)), torch.ones(4, 6, 8)),
+        ["gate is a plain tensor", "from_local"],
+    ),
+    "plain_x_beside_a_gate": (
+        MixedTensorError,
+        lambda mesh: gated_rms_norm(torch.ones(4, 6, 8), _dtensor(mesh, (S0, R), (4, 6, 8))),
+        ["gate is a DTensor", "from_local", "to_local()"],
+    ),
+    "gate_on_another_mesh": (
+        MeshMismatchError,
+        lambda mesh: gated_rms_norm(_replicated(mesh, 4, 6, 8), _names_differ(mesh, 4, 6, 8)),
+        ["gate is on", "x is on"],
+    ),
+    "gate_that_would_have_to_be_gathered": (
+        UnreachableLayoutError,
+        lambda mesh: gated_rms_norm(_dtensor(mesh, (S0, R), (4, 6, 8)), _dtensor(mesh, (S1, R), (4, 6, 8))),
+        ["gate is S", "'dp'", "gathered", "redistribute"],
+    ),
+    "sharded_gate_of_a_replicated_x": (
+        UnreachableLayoutError,
+        lambda mesh: gated_rms_norm(_dtensor(mesh, (R, R), (4, 6, 8)), _dtensor(mesh, (S1, R), (4, 6, 8))),
+        ["gate is S", "'dp'", "redistribute x to gate's placements"],
     ),
     "no_rows_on_some_ranks": (EpsError, _refused(S0, R, shape=(1, 8), eps=-1.0), ["eps is -1.0"]),
     "torch_func": (

@@ -8,7 +8,9 @@ import torch
 
 from meshnorm.converting.convert import convert, revert
 from meshnorm.functional import add_rms_norm, rms_norm
+from meshnorm.functional_gated import gated_rms_norm
 from meshnorm.module import AddRMSNorm, RMSNorm
+from meshnorm.module_gated import GatedRMSNorm
 
 if TYPE_CHECKING:
     from meshnorm.planning import Collective, Plan, plan
@@ -17,17 +19,20 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "AddRMSNorm",
     "Collective",
+    "GatedRMSNorm",
     "Plan",
     "RMSNorm",
     "add_rms_norm",
     "convert",
+    "gated_rms_norm",
     "plan",
     "revert",
     "rms_norm",
 ]
 if not torch.distributed.is_available():
     # Plans speak of placements, which such a build of torch does not have.
-    __all__ = ["AddRMSNorm", "RMSNorm", "add_rms_norm", "convert", "revert", "rms_norm"]
+    __all__ = ["AddRMSNorm", "GatedRMSNorm", "RMSNorm", "add_rms_norm", "convert", "gated_rms_norm", "revert"]
+    __all__ += ["rms_norm"]
 
 
 def __getattr__(name: str) -> Any:

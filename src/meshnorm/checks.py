@@ -18,6 +18,8 @@ from meshnorm.errors import (
     DeviceError,
     DTypeError,
     EpsError,
+    GateShapeError,
+    GroupSizeError,
     MeshMismatchError,
     NormalizedShapeError,
     OffsetError,
@@ -28,6 +30,7 @@ from meshnorm.errors import (
     WeightShapeError,
 )
 from meshnorm.formula import CASTING_MODES, accumulation_dtype
+from meshnorm.formula_gated import ACTIVATIONS
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 HIDDEN = ("stats", "gather")
@@ -158,3 +161,41 @@ def check_meshes(x: Any, other: Any, name: str) -> None:
             f"{name} is on {other.device_mesh} but x is on {x.device_mesh}: redistribute or rebuild one of them on "
             f"the other's mesh"
         )
+
+
+def check_gate(
+    x: Tensor, gate: Tensor | None, columns: int, norm_before_gate: bool, activation: str, group_size: int | None
+) -> int:
+    """The numbers of a group, of ``columns`` that are normalized; the gate and what concerns it having been checked."""
+    if gate is not None:
+        if gate.dtype not in DTYPES:
+            raise DTypeError(
+                f"gate has dtype {gate.dtype}: RMSNorm takes float64, float32, bfloat16 or float16; cast it first"
+            )
+        if (gate.dtype == torch.float64) != (x.dtype == torch.float64):
+            raise DTypeError(
+                f"gate has dtype {gate.dtype} and x {x.dtype}: float64 stands beside float64 alone; cast one of them"
+            )
+        if gate.layout is not torch.strided:
+            raise TensorLayoutError(f"gate is {gate.layout}: RMSNorm takes strided tensors; densify it")
+        if gate.device != x.device:
+            raise DeviceError(f"gate is on {gate.device} but x is on {x.device}: move one to the other's device")
+        if gate.shape != x.shape:
+            raise GateShapeError(
+                f"gate has shape {tuple(gate.shape)} but x has {tuple(x.shape)}: they must be equal; expand() what is "
+                f"to be broadcast"
+            )
+    if activation not in ACTIVATIONS:
+        raise OptionError(f'activation is {activation!r}: choose "silu" or "sigmoid"')
+    if not isinstance(norm_before_gate, bool):
+        raise OptionError(f"norm_before_gate is {norm_before_gate!r}: choose True or False")
+    if group_size is None:
+        return columns
+    if not isinstance(group_size, Integral) or isinstance(group_size, bool) or group_size < 1:
+        raise GroupSizeError(f"group_size is {group_size!r}: give an int of 1 or more, or None for one group")
+    if columns % group_size:
+        raise GroupSizeError(
+            f"group_size is {group_size}, but {columns} numbers are normalized, which it does not divide: give a "
+            f"divisor of {columns}, or None for one group"
+        )
+    return int(group_size)

@@ -31,6 +31,14 @@ class ResidualShapeError(MeshnormError, ValueError):
     """The residual's shape is not x's."""
 
 
+class GateShapeError(MeshnormError, ValueError):
+    """The gate's shape is not x's."""
+
+
+class GroupSizeError(MeshnormError, ValueError):
+    """group_size does not cut the normalized dims into whole groups."""
+
+
 class EpsError(MeshnormError, ValueError):
     """eps is negative, NaN or infinite."""
 

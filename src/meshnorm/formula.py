@@ -40,6 +40,8 @@ The norm is that of residual_out as it is stored, after the rounding: what model
 then (Llama and its kin in transformers), and vLLM's fused kernel for 16-bit types. Some fused norms take the statistic
 of the sum before it is rounded; then y is no function of residual_out, and a backward that recomputes x̂ from it, as all
 of them do, is the gradient of something else than what was computed.
+
+What stands beside a gate, and is normalized in groups, is in ``formula_gated``.
 """
 
 from __future__ import annotations

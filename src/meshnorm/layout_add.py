@@ -60,21 +60,24 @@ def add_route_of(
     weight_grad: str = "auto",
     output_placements: Placements | None = None,
     weight_requires_grad: bool = True,
+    name: str = "residual",
 ) -> AddRoute:
     """The route for placements with their dims counted from the front (``normalize``). Raises UnreachableLayoutError
-    for what the table refuses."""
-    both = _resolved(mesh, x, residual, ndim, output_placements)
+    for what the table refuses; ``name`` is what it then calls the residual."""
+    both = _resolved(mesh, x, residual, ndim, output_placements, name)
     x_move, residual_move = move(mesh, x, both, ndim), move(mesh, residual, both, ndim)
     for step in (*x_move.steps, *residual_move.steps):
         if step.kind == "all_gather":
-            raise UnreachableLayoutError(_refusal(mesh, x, residual, step.mesh_dims[0]))
+            raise UnreachableLayoutError(_refusal(mesh, x, residual, step.mesh_dims[0], name))
     norm = route_of(
         mesh, both, ndim, normalized_ndim, weight, "stats", weight_grad, weight_requires_grad=weight_requires_grad
     )
     return AddRoute(x, residual, x_move, residual_move, norm)
 
 
-def _resolved(mesh: Mesh, x: Placements, residual: Placements, ndim: int, output: Placements | None) -> Placements:
+def _resolved(
+    mesh: Mesh, x: Placements, residual: Placements, ndim: int, output: Placements | None, name: str
+) -> Placements:
     """The layout that x and the residual are brought to."""
     given, wanted = [], []
     for dim, (mine, other) in enumerate(zip(x, residual, strict=True)):
@@ -84,20 +87,20 @@ def _resolved(mesh: Mesh, x: Placements, residual: Placements, ndim: int, output
             wanted.append(unasked if output is None else output[dim])
             continue
         if mine != other and not other.is_replicate() and mesh.sizes[dim] > 1:
-            raise UnreachableLayoutError(_refusal(mesh, x, residual, dim))
+            raise UnreachableLayoutError(_refusal(mesh, x, residual, dim, name))
         given.append(mine)
         wanted.append(mine)
-    asking = "the layouts of x and residual ask for" if output is None else "output_placements asks for"
-    both = resolve_partial(mesh, tuple(given), ndim, tuple(wanted), asking, "x or residual")
+    asking = f"the layouts of x and {name} ask for" if output is None else "output_placements asks for"
+    both = resolve_partial(mesh, tuple(given), ndim, tuple(wanted), asking, f"x or {name}")
     check_output(mesh, tuple(given), both, output, ndim, ndim, False)
     return both
 
 
-def _refusal(mesh: Mesh, x: Placements, residual: Placements, dim: int) -> str:
+def _refusal(mesh: Mesh, x: Placements, residual: Placements, dim: int, name: str) -> str:
     way_out = "redistribute one of them to the other's placements first"
     if x[dim].is_replicate():
-        way_out = "redistribute x to residual's placements first, which takes no communication there"
+        way_out = f"redistribute x to {name}'s placements first, which takes no communication there"
     return (
-        f"residual is {residual[dim]} on mesh dim {mesh.names[dim]!r}, but x is {x[dim]} there, so that one of them "
+        f"{name} is {residual[dim]} on mesh dim {mesh.names[dim]!r}, but x is {x[dim]} there, so that one of them "
         f"would have to be gathered: {way_out}"
     )

@@ -94,8 +94,8 @@ class _Once(torch.autograd.Function):
 def refuse_double_backward(*_: Any) -> None:
     raise DoubleBackwardError(
         "the gradient of an RMSNorm's gradient is not supported: leave create_graph=False in the first backward, or "
-        "compute this norm with meshnorm.formula.reference_forward, or reference_add_forward, which torch "
-        "differentiates any number of times"
+        "compute this norm with meshnorm.formula.reference_forward, or reference_add_forward, or "
+        "meshnorm.formula_gated.reference_gated_forward, which torch differentiates any number of times"
     )
 
 

@@ -56,6 +56,8 @@ class Plan:
         rows, columns: what one rank normalizes: how many rows, and how many numbers of each.
         residual: the residual's placements, of ``add_rms_norm``, whose residual_out lies as y does and whose residual
             has its gradient where x has: in ``dx``. None for ``rms_norm``.
+        gate, group_size: of ``gated_rms_norm``: the gate's placements, whose gradient lies where x's does, and how many
+            numbers are normalized together. None for the others.
     """
 
     shape: tuple[int, ...]
@@ -72,14 +74,19 @@ class Plan:
     rows: int
     columns: int
     residual: Placements | None = None
+    gate: Placements | None = None
+    group_size: int | None = None
 
     def __str__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh)
         added = "" if self.residual is None else " + residual"
+        if self.group_size is not None:
+            added = f"{' beside a gate' * (self.gate is not None)}, in groups of {self.group_size},"
         lines = [
             f"RMSNorm of {_words(self.dtype)}[{', '.join(map(str, self.shape))}]{added} on mesh {mesh}",
             f"  x         {_placement_words(self.x)}, a rank normalizes {self.rows} rows of {self.columns}",
             *([f"  residual  {_placement_words(self.residual)}"] if self.residual is not None else []),
+            *([f"  gate      {_placement_words(self.gate)}"] if self.gate is not None else []),
             f"  y         {_placement_words(self.y)}",
             f"  dX        {'not needed' if self.dx is None else _placement_words(self.dx)}",
             f"  dW        {'none' if self.dw is None else _placement_words(self.dw)}",
@@ -109,9 +116,12 @@ def plan(
     residual: Tensor | Sequence[Placement] | None = None,
     residual_dtype: torch.dtype | None = None,
     d_residual_out_placements: Sequence[Placement] | None = None,
+    gate: Tensor | Sequence[Placement] | None = None,
+    gate_dtype: torch.dtype | None = None,
+    group_size: int | None = None,
 ) -> Plan:
-    """The plan of ``rms_norm``, or with a residual of ``add_rms_norm``, for a layout: placements of y, dX and dW, and
-    the collectives of both passes in bytes.
+    """The plan of ``rms_norm``, or with a residual of ``add_rms_norm``, or with a gate or a group size of
+    ``gated_rms_norm``, for a layout: placements of y, dX and dW, and the collectives of both passes in bytes.
 
     It is pure arithmetic: no process group is needed, so that a laptop can plan a mesh of any size.
 
@@ -132,6 +142,10 @@ def plan(
             ``x_requires_grad`` is whether x or the residual needs a gradient.
         residual_dtype: of the residual, where it is not given as a tensor. Defaults to x's.
         d_residual_out_placements: of the gradient of residual_out, as ``dy_placements``.
+        gate: the gate's placements, or the gate itself: the plan is then that of ``gated_rms_norm``.
+            ``x_requires_grad`` is whether what is normalized needs a gradient: x, or a gate before the norm.
+        gate_dtype: of the gate, where it is not given as a tensor. Defaults to x's.
+        group_size: as in ``gated_rms_norm``.
 
     Example:
         >>> print(plan((8, 8192, 4096), [Shard(0), Shard(1)], {"dp": 2, "cp": 4}))  # doctest: +ELLIPSIS
@@ -158,10 +172,19 @@ def plan(
     output = None if output_placements is None else normalize(output_placements, len(shape), facts, "output_placements")
     at = tuple(coordinate) if coordinate is not None else (0,) * len(facts.sizes)
     dy = None if dy_placements is None else normalize(dy_placements, len(shape), facts, "dy_placements")
+    layout = (facts, x_placements, len(shape), len(normalized), weight_placement, weight_grad, output)
+    if gate is not None or group_size is not None:
+        from meshnorm.planning_gated import gated_plan
+
+        if residual is not None:
+            raise OptionError("residual and gate are both given: no norm has both, so leave one of them out")
+        dtypes = dtype, gate_dtype, dtype_of_weight
+        return gated_plan(
+            gate, group_size, layout, shape, dtypes, (x_requires_grad, weight_requires_grad, dy), at, hidden
+        )
     if residual is not None:
         from meshnorm.planning_add import add_plan
 
-        layout = (facts, x_placements, len(shape), len(normalized), weight_placement, weight_grad, output)
         dtypes = dtype, residual_dtype, dtype_of_weight
         gradients = x_requires_grad, weight_requires_grad, dy, d_residual_out_placements
         return add_plan(residual, layout, shape, dtypes, gradients, at, hidden)
@@ -188,15 +211,16 @@ def priced(
     x_requires_grad: bool,
     coordinate: tuple[int, ...],
     dy: Placements | None = None,
+    numbers: int = 1,
 ) -> Plan:
-    """A route with sizes put in, for the rank at ``coordinate``."""
+    """A route with sizes put in, for the rank at ``coordinate``, which exchanges so many ``numbers`` a row."""
     mesh, ndim = route.mesh, route.normalized_ndim
     hidden_shape = shape[len(shape) - ndim :]
     accumulation = accumulation_dtype(dtype).itemsize
     resolved = local_shape(shape, route.dx, mesh.sizes, coordinate)
     rows = math.prod(resolved[: len(shape) - ndim])
     columns = math.prod(hidden_shape if route.gathers else resolved[len(shape) - ndim :])
-    statistic = tuple(_collective(mesh, step, rows * accumulation) for step in route.statistic_steps)
+    statistic = tuple(_collective(mesh, step, rows * numbers * accumulation) for step in route.statistic_steps)
     moves_x = move_costs(route.x_move, shape, mesh, coordinate, dtype.itemsize)
     moves_weight: tuple[Collective, ...] = ()
     if route.weight_move is not None and weight_dtype is not None:

@@ -13,6 +13,7 @@ from meshnorm import dtensors
 from meshnorm.errors import PlacementError
 from meshnorm.layout import Mesh, Placements, Route, WeightPlacement, normalize, route_of
 from meshnorm.layout_add import AddRoute, add_route_of
+from meshnorm.layout_gated import GatedRoute, gated_route_of
 from meshnorm.meshes import describe
 
 
@@ -58,6 +59,32 @@ def add_route_for(
         residual.placements,
         x.ndim,
         ndim,
+        _weight_placement(weight),
+        weight_grad,
+        _output(output_placements),
+        weight is not None and weight.requires_grad,
+    )
+
+
+def gated_route_for(
+    x: DTensor,
+    gate: DTensor | None,
+    weight: Tensor | None,
+    ndim: int,
+    group_size: int,
+    weight_grad: str,
+    output_placements: Sequence[Placement] | None,
+) -> GatedRoute:
+    """The same for a norm beside a gate."""
+    for tensor, name in ((x, "x"), (gate, "gate"), (weight, "weight")):
+        check_order(tensor, name)
+    return _gated_route(
+        describe(x.device_mesh),
+        x.placements,
+        None if gate is None else gate.placements,
+        x.ndim,
+        tuple(x.shape[x.ndim - ndim :]),
+        group_size,
         _weight_placement(weight),
         weight_grad,
         _output(output_placements),
@@ -136,3 +163,27 @@ def _add_route(
         output = normalize(output, x_ndim, mesh, "output_placements")
     x, residual = normalize(x, x_ndim, mesh, "x"), normalize(residual, x_ndim, mesh, "residual")
     return add_route_of(mesh, x, residual, x_ndim, ndim, weight, weight_grad, output, weight_requires_grad)
+
+
+@lru_cache(maxsize=4096)
+def _gated_route(
+    mesh: Mesh,
+    x: Placements,
+    gate: Placements | None,
+    x_ndim: int,
+    hidden_shape: tuple[int, ...],
+    group_size: int,
+    weight: WeightPlacement,
+    weight_grad: str,
+    output: Placements | None,
+    weight_requires_grad: bool,
+) -> GatedRoute:
+    """``gated_route_of`` for placements as torch gives them."""
+    if isinstance(weight, tuple):
+        weight = normalize(weight, len(hidden_shape), mesh, "weight")
+    if output is not None:
+        output = normalize(output, x_ndim, mesh, "output_placements")
+    x, gate = normalize(x, x_ndim, mesh, "x"), None if gate is None else normalize(gate, x_ndim, mesh, "gate")
+    return gated_route_of(
+        mesh, x, gate, x_ndim, hidden_shape, group_size, weight, weight_grad, output, weight_requires_grad
+    )

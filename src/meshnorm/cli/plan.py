@@ -40,6 +40,9 @@ def add_to(verbs: Any) -> None:
     )
     parser.add_argument("--residual", help="the residual's placements: the plan is that of add_rms_norm")
     parser.add_argument("--residual-dtype", choices=list(DTYPE_NAMES), metavar="DTYPE", help="defaults to x's")
+    parser.add_argument("--gate", help="the gate's placements: the plan is that of gated_rms_norm")
+    parser.add_argument("--gate-dtype", choices=list(DTYPE_NAMES), metavar="DTYPE", help="defaults to x's")
+    parser.add_argument("--group-size", type=int, help="of gated_rms_norm: the numbers that are normalized together")
     parser.add_argument("--weight", default="replicated", help='"replicated" (default), "plain", "none" or placements')
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPE_NAMES), metavar="DTYPE", help="x's dtype")
     parser.add_argument("--weight-dtype", choices=list(DTYPE_NAMES), metavar="DTYPE", help="defaults to x's")
@@ -74,6 +77,9 @@ def run(options: argparse.Namespace) -> int:
             output_placements=parse_placements(options.output) if options.output else None,
             residual=parse_placements(options.residual) if options.residual else None,
             residual_dtype=DTYPE_NAMES.get(options.residual_dtype),
+            gate=parse_placements(options.gate) if options.gate else None,
+            gate_dtype=DTYPE_NAMES.get(options.gate_dtype),
+            group_size=options.group_size,
         )
     )
     return 0

@@ -1,0 +1,99 @@
+"""Launch settings of the gated norm, by a group's width and the dtype: as ``settings``, whose reasons hold here too.
+
+None of these is timed yet. They are chosen so that, compiled for sm_90, no more than 24 bytes of a 16-bit or float32
+norm spill, and from what the norm without a gate measured: the backward loads three tensors for its two, and computes
+an exponential.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+
+from .settings import PersistentSettings, RowSettings, forward_settings
+
+# Whole groups in registers: what a gate before the norm is multiplied with is computed once, not twice.
+FORWARD = (
+    (16, RowSettings(rows=128, block=16, warps=4)),
+    (32, RowSettings(rows=64, block=32, warps=4)),
+    (64, RowSettings(rows=32, block=64, warps=4)),
+    (128, RowSettings(rows=16, block=128, warps=4)),
+    (256, RowSettings(rows=8, block=256, warps=4)),
+    (512, RowSettings(rows=4, block=512, warps=4)),
+    (1024, RowSettings(rows=1, block=1024, warps=4)),
+    (2048, RowSettings(rows=1, block=2048, warps=4)),
+    (4096, RowSettings(rows=1, block=4096, warps=8)),
+    (8192, RowSettings(rows=1, block=8192, warps=16)),
+    (16384, RowSettings(rows=1, block=16384, warps=32)),
+)
+FORWARD_WIDE = RowSettings(rows=1, block=8192, warps=16)
+# Chunks of a group, given its statistic, or of the statistic itself.
+CHUNK = RowSettings(rows=1, block=4096, warps=8)
+
+
+@dataclass(frozen=True)
+class HoldingSettings(PersistentSettings):
+    """A persistent program's tile of up to ``holds`` blocks of columns; of the registers it has its share, so that
+    ``per_sm`` are resident."""
+
+    holds: int = 1
+
+
+BACKWARD = (
+    (16, HoldingSettings(rows=64, block=16, warps=4, per_sm=4, stages=3)),
+    (32, HoldingSettings(rows=32, block=32, warps=4, per_sm=4, stages=3)),
+    (64, HoldingSettings(rows=16, block=64, warps=4, per_sm=4, stages=3)),
+    (128, HoldingSettings(rows=8, block=128, warps=4, per_sm=4, stages=3)),
+    (256, HoldingSettings(rows=4, block=256, warps=4, per_sm=4, stages=3)),
+    (512, HoldingSettings(rows=2, block=512, warps=4, per_sm=4, stages=3)),
+    (1024, HoldingSettings(rows=1, block=1024, warps=4, per_sm=4, stages=3)),
+    (2048, HoldingSettings(rows=1, block=1024, warps=4, per_sm=4, stages=3, holds=2)),
+    (4096, HoldingSettings(rows=1, block=2048, warps=8, per_sm=2, stages=3, holds=2)),
+    (6144, HoldingSettings(rows=1, block=2048, warps=8, per_sm=2, stages=3, holds=3)),
+    (8192, HoldingSettings(rows=1, block=4096, warps=16, per_sm=1, stages=3, holds=2)),
+    (12288, HoldingSettings(rows=1, block=4096, warps=16, per_sm=1, stages=3, holds=3)),
+)
+# Of 4-byte numbers: beyond it, and beyond the ladder, the group's sums are taken first.
+WIDEST_BACKWARD_32 = 8192
+# Given the sums a chunk of columns needs nothing of the others.
+BACKWARD_CHUNK = HoldingSettings(rows=1, block=2048, warps=8, per_sm=2, stages=3)
+NARROW = 1024
+
+
+@functools.cache
+def gated_forward_settings(n: int, dtype: torch.dtype, holds: bool) -> RowSettings:
+    """For groups of ``n``; ``holds``: in registers, where they fit. A block narrower than n is one chunk of several."""
+    if n <= NARROW or holds:
+        return _step(FORWARD, n, dtype) or FORWARD_WIDE
+    return forward_settings(n, dtype)
+
+
+@functools.cache
+def gated_chunk_settings(n: int, dtype: torch.dtype) -> RowSettings:
+    return (_step(FORWARD, n, dtype) if n <= NARROW else None) or CHUNK
+
+
+@functools.cache
+def gated_backward_settings(n: int, dtype: torch.dtype) -> HoldingSettings | None:
+    """None: the group is too wide for one program. ``dtype`` is the widest of x, the gate and dY."""
+    if dtype.itemsize > 2 and n > WIDEST_BACKWARD_32:
+        return None
+    found = _step(BACKWARD, n, dtype)
+    return None if found is None else replace(found, holds=-(-n // found.block))
+
+
+@functools.cache
+def gated_backward_chunk_settings(n: int, dtype: torch.dtype) -> HoldingSettings:
+    return (_step(BACKWARD, n, dtype) if n <= NARROW else None) or BACKWARD_CHUNK
+
+
+def _step(ladder, n: int, dtype: torch.dtype):
+    """The ladder's first settings for groups of ``n``, or None where the widest is too narrow. A float64 is two
+    registers wide."""
+    registers = 2 if dtype == torch.float64 else 1
+    for widest, settings in ladder:
+        if n * registers <= widest:
+            return replace(settings, block=max(1, settings.block // registers))
+    return None
