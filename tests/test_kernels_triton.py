@@ -21,7 +21,7 @@ from interpreting import interpreter_does_as_the_hardware  # noqa: E402, F401
 from kernel_cases import Case, Exact, KernelPromises, KernelRunner, empty, rows  # noqa: E402
 
 from meshnorm import kernels  # noqa: E402
-from meshnorm.kernels import gpu, gpu_chunks, launching, row_views, settings  # noqa: E402
+from meshnorm.kernels import gpu, gpu_chunks, launching, replay, row_views, settings  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 # The rows that fill up a tile are computed like any other, and never stored; NumPy remarks on their 1/0.
@@ -225,6 +225,19 @@ class TestGpu(KernelRunner):
                 for a, b in zip(expected, self.split_results(case, exact), strict=True):
                     assert torch.equal(a, b)
             assert 0 < int(space.state[0]) < 2**20 and int(space.state[1]) == 0
+
+    @pytest.mark.parametrize("n", [32769, 65536, 131072])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_a_wide_row_has_its_multiprocessor_alone(self, n: int, dtype: torch.dtype) -> None:
+        """Two programs would share the L1 cache that a row is read from for the second time."""
+        x, y = (torch.zeros(1, 4, n, dtype=dtype, device="cuda") for _ in range(2))
+        for rstd in (torch.empty(4, device="cuda"), None):
+            for weight in (None, torch.ones(n, device="cuda"), torch.ones(n, dtype=dtype, device="cuda")):
+                with replay.Recording() as recording:
+                    gpu.forward(x, weight, 1e-6, 0.0, "llama", y, rstd)
+                (launched,) = recording.launches
+                assert launched.ready.metadata.num_warps == 32
+                assert launched.ready.n_regs > 32 and launched.ready.n_spills == 0
 
     def test_a_changed_number_of_rows_compiles_nothing(self) -> None:
         from meshnorm.kernels.triton_backward import backward_kernel, sum_partials_kernel

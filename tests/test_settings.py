@@ -120,6 +120,15 @@ def test_the_forward_holds_a_narrow_row_whole_and_reads_a_wide_one_in_chunks(dty
         assert split is None or split.block < n
 
 
+@pytest.mark.parametrize("dtype", [F64, BF16, F16], ids=str)
+def test_rows_that_leave_no_room_for_a_second_one_in_the_cache_keep_other_programs_out(dtype: torch.dtype) -> None:
+    for n in widths():
+        chosen = settings.forward_settings(n, dtype)
+        if n * dtype.itemsize > 65536 and chosen.held:
+            assert chosen.registers is not None
+            assert REGISTERS // 2 < chosen.registers * 32 * chosen.warps <= REGISTERS
+
+
 def test_the_sum_of_partial_rows_is_spread_over_enough_programs() -> None:
     before = 0
     for n in sorted(widths()):

@@ -368,8 +368,13 @@ def _fitting_stages(stages: int, per_sm: int, stage_bytes: int, shared_memory: i
 def _launch(
     kernel: Any, grid: tuple[int, ...], tile: RowSettings | PersistentSettings, arguments: tuple, constants: tuple
 ) -> None:
-    # An AMD wavefront is twice as wide as a warp, and a program has 1024 threads at most.
-    launch(kernel, grid, arguments, constants, num_warps=min(tile.warps, 16) if torch.version.hip else tile.warps)
+    if torch.version.hip:
+        # A wavefront is twice as wide as a warp, and a program has 1024 threads at most.
+        launch(kernel, grid, arguments, constants, num_warps=min(tile.warps, 16))
+    elif isinstance(tile, RowSettings) and tile.registers is not None:
+        launch(kernel, grid, arguments, constants, num_warps=tile.warps, maxnreg=tile.registers)
+    else:
+        launch(kernel, grid, arguments, constants, num_warps=tile.warps)
 
 
 @functools.cache

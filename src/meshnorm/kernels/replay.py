@@ -32,9 +32,9 @@ class Recording:
 
     def __enter__(self) -> Recording:
         self._before = tape.launches, tape.scratch
-        self._launches: list[Launched] = []
+        self.launches: list[Launched] = []
         self._scratch: list[Tensor] = []
-        tape.launches, tape.scratch = self._launches, self._scratch
+        tape.launches, tape.scratch = self.launches, self._scratch
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -49,14 +49,14 @@ class Recording:
                     return None  # two that share their memory, or a kernel compiled for odd addresses
                 places[tensor.data_ptr()] = place
         steps = []
-        for launched in self._launches:
+        for launched in self.launches:
             step = _step(launched, places)
             if step is None:
                 return None
             steps.append(step)
         if not steps:
             return None
-        return Replay(self._launches[0].arguments[0].device, tuple(steps), self._scratch)
+        return Replay(self.launches[0].arguments[0].device, tuple(steps), self._scratch)
 
 
 def _step(launched: Launched, places: dict[int, int]) -> Step | None:

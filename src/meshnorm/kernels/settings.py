@@ -20,12 +20,14 @@ import torch
 @dataclass(frozen=True)
 class RowSettings:
     """A program's tile: ``rows`` × ``block`` elements, on ``warps`` warps. A row wider than ``block`` is worked through
-    in chunks of ``block`` columns, the first ``held`` of which stay in registers."""
+    in chunks of ``block`` columns, the first ``held`` of which stay in registers. ``registers``: so many to a thread,
+    where the compiler is not to choose."""
 
     rows: int
     block: int
     warps: int
     held: int = 0
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,11 @@ FORWARD = (
     (7168, RowSettings(rows=1, block=2048, warps=8)),  # 99% at 7168
     (20480, RowSettings(rows=1, block=4096, warps=16)),  # 100% at 8192, 98-99% at 12288, 16384 and 18432
     (32768, RowSettings(rows=1, block=8192, warps=32)),  # 98%; 16 warps 90%
-    # One program to a multiprocessor, whose L1 cache holds what the registers do not.
-    (65536, RowSettings(rows=1, block=16384, warps=32, held=1)),  # 95%; none held 93%, half of the row 95%
-    (131072, RowSettings(rows=1, block=32768, warps=32, held=2)),  # 89%; split 86-87%, none held 81%
+    # One program to a multiprocessor, whose L1 cache holds what the registers do not. With 32 registers to a thread two
+    # programs would share it, and lose each other's rows (78% at 65536): which 16384 columns, one chunk of them held,
+    # compile to, and 32768 of float16 without rstd. So the number of registers is given.
+    (65536, RowSettings(rows=1, block=32768, warps=32, held=1, registers=64)),  # 95%; none held 93%
+    (131072, RowSettings(rows=1, block=32768, warps=32, held=2, registers=64)),  # 89%; split 86-87%, none held 81%
 )
 # float32 rows from 12288 columns on: 101% at 16384 (4096 columns on 16 warps 94%), 95% at 32768.
 FORWARD_32 = (
@@ -97,6 +101,7 @@ FORWARD_SPLIT_32 = SplitSettings(rows=1, block=4096, warps=8, per_sm=2, stages=3
 # Not timed; chosen so that nothing spills (Triton 3.6, sm_90).
 FORWARD_ADD = (
     (64, 128, 4, RowSettings(rows=16, block=128, warps=4)),
+    (32768, 65536, 2, RowSettings(rows=1, block=16384, warps=32, held=1)),
     (65536, 131072, 2, RowSettings(rows=1, block=16384, warps=32, held=1)),
 )
 
