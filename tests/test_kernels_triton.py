@@ -21,7 +21,9 @@ from interpreting import interpreter_does_as_the_hardware  # noqa: E402, F401
 from kernel_cases import Case, Exact, KernelPromises, KernelRunner, empty, rows  # noqa: E402
 
 from meshnorm import kernels  # noqa: E402
+from meshnorm.formula import CASTING_MODES  # noqa: E402
 from meshnorm.kernels import gpu, gpu_chunks, launching, replay, row_views, settings  # noqa: E402
+from meshnorm.kernels.triton_forward import forward_wide_kernel  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 # The rows that fill up a tile are computed like any other, and never stored; NumPy remarks on their 1/0.
@@ -38,6 +40,40 @@ class TestTriton(KernelPromises):
         monkeypatch.setattr(gpu, "row_view", lambda x: row_view(x)._replace(int64=True))
         for view in ("contiguous", "heads"):
             self.check(Case(198, 100, x=view, dy="transposed"))
+
+
+# --- few rows ---
+
+
+@pytest.mark.parametrize("n", [600, 1001, 3072, 4096, 7168])
+@pytest.mark.parametrize("mode", CASTING_MODES)
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16, None], ids=str)
+def test_few_rows_have_the_bits_that_they_have_among_many(
+    n: int, mode: str, weight: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m, few = (8192, 5) if CUDA else (6, 2)
+    monkeypatch.setattr(gpu, "RESIDENT_WARPS", 64 if CUDA else 4)  # of the interpreter's 4 multiprocessors
+    tile = settings.forward_settings(n, torch.bfloat16)
+    enough = gpu.RESIDENT_WARPS * gpu.multiprocessors(torch.device(DEVICE))
+    assert few * tile.warps <= enough < m * tile.warps
+    for residual in (False, True):
+        case = Case(m, n, weight=weight, mode=mode, offset=1.0)
+        exact, others = Exact(case, DEVICE), rows("contiguous", m, n, case.dtype, DEVICE) if residual else None
+
+        def run(start: int, with_rstd: bool, chunks: int, case=case, exact=exact, others=others) -> list[torch.Tensor]:
+            y, total = (empty(m - start, n, dtype=case.dtype, device=DEVICE) for _ in range(2))
+            rstd = empty(m - start, dtype=torch.float32, device=DEVICE) if with_rstd else None
+            behind = (None, None) if others is None else (others[:, start:], total)
+            given = (case.eps, case.offset, case.mode, y, rstd, *behind)
+            with replay.Recording() as recording:
+                gpu.forward(exact.x[:, start:], exact.weight, *given)
+            named = zip(forward_wide_kernel.arg_names[14:], recording.launches[0].constants, strict=True)
+            assert dict(named)["HELD"] == chunks
+            return [each for each in (y, rstd, behind[1]) if each is not None]
+
+        for with_rstd in (True, False):
+            among_many, alone = run(0, with_rstd, 0), run(m - few, with_rstd, -(-n // tile.block))
+            assert all(torch.equal(a[m - few :], b) for a, b in zip(among_many, alone, strict=True))
 
 
 # --- settings and grids: pure ---

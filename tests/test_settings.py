@@ -120,6 +120,23 @@ def test_the_forward_holds_a_narrow_row_whole_and_reads_a_wide_one_in_chunks(dty
         assert split is None or split.block < n
 
 
+@pytest.mark.parametrize("dtype", [F64, F32, BF16, F16], ids=str)
+def test_few_rows_are_held_where_that_changes_no_sum(dtype: torch.dtype) -> None:
+    held = set()
+    for n in widths():
+        many = settings.forward_settings(n, dtype)
+        few = settings.held_settings(n, dtype, many)
+        assert (few.rows, few.block, few.warps, few.registers) == (many.rows, many.block, many.warps, many.registers)
+        if few != many:
+            assert many.held == 0  # else other chunks would come first
+            assert few.held * few.block >= n > (few.held - 1) * few.block and 2 <= few.held <= 4
+            # x and the weight, and the squares of a chunk in what they are added in.
+            taken = few.block * (2 * few.held * dtype.itemsize + max(4, dtype.itemsize)) // 4
+            assert taken + 16 * 32 * few.warps <= REGISTERS
+            held.add(n)
+    assert {4096, 8192}.issubset(held) if dtype != F64 else 4096 in held
+
+
 @pytest.mark.parametrize("dtype", [F64, BF16, F16], ids=str)
 def test_rows_that_leave_no_room_for_a_second_one_in_the_cache_keep_other_programs_out(dtype: torch.dtype) -> None:
     for n in widths():

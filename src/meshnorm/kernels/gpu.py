@@ -29,6 +29,7 @@ from .settings import (
     backward_split_settings,
     forward_settings,
     forward_split_settings,
+    held_settings,
     statistic_settings,
     sum_settings,
 )
@@ -40,6 +41,8 @@ from .triton_backward import (
 )
 from .triton_forward import apply_kernel, forward_kernel, forward_wide_kernel, statistic_kernel
 
+# Rows of whose programs all are resident at once, at the most a multiprocessor has, wait for memory and little else.
+RESIDENT_WARPS = 64
 # dW's partial rows take at most this share of x's bytes (they are written and read once more) ...
 PARTIALS_SHARE = 0.03
 # ... unless that would leave more than a quarter of the multiprocessors without a program.
@@ -76,8 +79,10 @@ def forward(
             rstd = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
         forward_split(x, weight, eps, offset, mode, y, rstd, split, multiprocessors(x.device), stages)
         return
-    tile = settings or forward_settings(n, dtype, residual is not None)
     view, (where, how) = row_view(x), residual_rows(residual)
+    tile = settings or forward_settings(n, dtype, residual is not None)
+    if settings is None and view.m * tile.warps <= RESIDENT_WARPS * multiprocessors(x.device):
+        tile = held_settings(n, dtype, tile)
     whole = n <= tile.block
     shape = (tile.rows, tile.block) if whole else (tile.block, tile.held)
     _launch(

@@ -2,7 +2,8 @@
 
 Never over the number of rows: a row's sum is added up in an order that follows from the tile, the block and the warps,
 and a row's bits must not depend on the batch that it came in. What may depend on the number of rows, and on the device,
-is decided in ``gpu``: the number of programs and of pipeline stages, which change no row's sum.
+is decided in ``gpu``: the number of programs and of pipeline stages, and whether a row is held or read again, which
+change no row's sum.
 
 Each ladder holds (widest row, settings); the first that is wide enough is taken. A float64 is two registers wide, so
 that a float64 row is looked up as one of twice its width.
@@ -97,6 +98,11 @@ FORWARD_SPLIT = SplitSettings(rows=1, block=4096, warps=4, per_sm=4, stages=3, l
 # 90% at 65536, 91% at 131072. On 4 warps the registers do not suffice: 40%.
 FORWARD_SPLIT_32 = SplitSettings(rows=1, block=4096, warps=8, per_sm=2, stages=3, lookahead=2)
 
+# Of a row that is held whole where there are few: chunks, which the kernel counts to 4; and bytes, a quarter of the
+# registers, as much again being the weight's and half of it the sum's (beyond, registers spill: 32768 float32).
+MOST_HELD = 4
+HELD_BYTES = 64 * 1024
+
 # With a residual, where the settings above leave too few registers: (wider than, up to, bytes of a number, settings).
 # Not timed; chosen so that nothing spills (Triton 3.6, sm_90).
 FORWARD_ADD = (
@@ -180,6 +186,15 @@ def forward_settings(n: int, dtype: torch.dtype, adds: bool = False) -> RowSetti
             return lighter
     ladder = FORWARD_32 if dtype == torch.float32 and n > 12288 else FORWARD
     return _step(ladder, n, dtype) or FORWARD_WIDE
+
+
+@functools.cache
+def held_settings(n: int, dtype: torch.dtype, tile: RowSettings) -> RowSettings:
+    """For few rows: ``tile``'s, or where a row is read twice and fits, those that hold all of it. The chunks are added
+    in the order in which they would be read, so that a row's bits are the same."""
+    chunks = -(-n // tile.block)
+    fits = chunks <= MOST_HELD and chunks * tile.block * dtype.itemsize <= HELD_BYTES
+    return replace(tile, held=chunks) if chunks > 1 and fits and not tile.held else tile
 
 
 @functools.cache

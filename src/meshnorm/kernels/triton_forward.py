@@ -5,7 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_rows import load_scale, mean, reciprocal_root, rounded, row_offsets, sum_of, tile_rows, widened
+from .triton_rows import (
+    load_scale,
+    load_weight,
+    mean,
+    reciprocal_root,
+    rounded,
+    row_offsets,
+    scale_of,
+    sum_of,
+    tile_rows,
+    widened,
+)
 
 # What varies from call to call is not specialised on: no second kernel for a batch of 16 rows. Alignment is in UNIT.
 VARYING = ["M", "B", "stride_a", "stride_b", "r_b", "r_stride_a", "r_stride_b", "hidden_size"]
@@ -98,6 +109,9 @@ def forward_wide_kernel(
     """Rows of any width in chunks of BLOCK columns. The first HELD chunks are read once and held in registers, the
     others are read twice: the second time from a cache, which is asked to keep them until then.
 
+    A row of up to 4 chunks, all of them held, is one that waits for memory once: its weight is loaded before the
+    reduction. It is summed in the same order as one of which no chunk is held.
+
     With RESIDUAL as ``forward_kernel``; what is read twice is then x and the residual, and added again.
     """
     ACC: tl.constexpr = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
@@ -113,6 +127,8 @@ def forward_wide_kernel(
     held = [
         load_chunk(x_row, r_row, out_row, k * BLOCK, N, BLOCK, ACC, PTX, "evict_first") for k in (0, 1, 2, 3)[:HELD]
     ]
+    AHEAD: tl.constexpr = (N + BLOCK - 1) // BLOCK if HELD * BLOCK >= N else 0
+    weights = [load_chunk_weight(W, k * BLOCK, N, BLOCK) for k in (0, 1, 2, 3)[:AHEAD]]
     squares = tl.zeros([BLOCK], ACC)
     for start in tl.range(HELD * BLOCK, N, BLOCK):
         x = widened(load_chunk(x_row, r_row, out_row, start, N, BLOCK, ACC, PTX, "evict_last"), ACC, PTX)
@@ -124,10 +140,12 @@ def forward_wide_kernel(
     if RSTD is not None:
         tl.store(RSTD + row, tl.zeros([1], ACC) + rstd)
     for k in tl.static_range(HELD):
-        store_normalized(y_row, widened(held[k], ACC, PTX, PTX), rstd, W, k * BLOCK, N, OFFSET, MODE, BLOCK, PTX)
+        weight = weights[k] if AHEAD > 0 else load_chunk_weight(W, k * BLOCK, N, BLOCK)
+        store_normalized(y_row, widened(held[k], ACC, PTX, PTX), rstd, weight, k * BLOCK, N, OFFSET, MODE, BLOCK, PTX)
     for start in tl.range(HELD * BLOCK, N, BLOCK):
         again = widened(load_chunk(x_row, r_row, None, start, N, BLOCK, ACC, PTX, "evict_first"), ACC, PTX)
-        store_normalized(y_row, again, rstd, W, start, N, OFFSET, MODE, BLOCK, PTX)
+        weight = load_chunk_weight(W, start, N, BLOCK)
+        store_normalized(y_row, again, rstd, weight, start, N, OFFSET, MODE, BLOCK, PTX)
 
 
 @triton.jit
@@ -154,11 +172,18 @@ def load_chunk(
 
 
 @triton.jit
+def load_chunk_weight(W, start, N: tl.constexpr, BLOCK: tl.constexpr):
+    """The weight of the columns from ``start`` on, in its own dtype; None where there is none."""
+    cols = start + tl.arange(0, BLOCK)
+    return load_weight(W, cols, cols < N)
+
+
+@triton.jit
 def store_normalized(
     y_row,
     x,
     rstd,
-    W,
+    weight,
     start,
     N: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -168,7 +193,7 @@ def store_normalized(
 ):
     """The columns of y from ``start`` on."""
     cols = start + tl.arange(0, BLOCK)
-    scale = load_scale(W, cols, cols < N, OFFSET, x.dtype)
+    scale = scale_of(weight, OFFSET, x.dtype, PTX, False)
     y = normalized(x, rstd, scale, MODE, y_row.dtype.element_ty, PTX)
     tl.store(y_row + cols, y, mask=cols < N, eviction_policy="evict_first")
 
