@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from interpreting import interpreter_does_as_the_hardware  # noqa: E402, F401
 from kernel_cases_add import BF16, F32, AddCase, AddPromises, AddRunner, Given  # noqa: E402
 
 from meshnorm.kernels import cpu, gpu  # noqa: E402
+from meshnorm.kernels.settings import RowSettings  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
@@ -69,6 +71,27 @@ class TestGpu(AddRunner):
     def test_rows_beyond_any_program(self, n: int, residual_dtype: torch.dtype) -> None:
         for m in (1, 300):
             self.check(AddCase(m, n, BF16, BF16, residual_dtype=residual_dtype))
+
+
+@pytest.mark.parametrize("n", [1000, 4097] + [65536] * CUDA)
+@pytest.mark.parametrize("residual_dtype", [BF16, F32], ids=str)
+def test_the_stored_sum_read_again_gives_the_bits_of_another_addition(n: int, residual_dtype: torch.dtype) -> None:
+    case = AddCase(300 if CUDA else 3, n, BF16, F32, residual="heads", residual_dtype=residual_dtype)
+    given = Given(case, TestTriton.device)
+    for held in (0, 1):
+        found = []
+        for sum_again in (False, True):
+            y, out = (torch.full((case.m, n), torch.nan, device=TestTriton.device) for _ in range(2))
+            y, out = y.to(case.dtype), out.to(residual_dtype)
+            rstd = torch.full((case.m,), torch.nan, device=TestTriton.device)
+            tile = RowSettings(1, max(256, n // 8), 4, held, sum_again=sum_again)
+            norm = (given.x, given.weight, 1e-6, 0.0, "llama", y, rstd, given.residual, out)
+            gpu.forward(*norm, settings=replace(tile, block=1 << (tile.block - 1).bit_length()))
+            found.append((y, rstd, out))
+        exact = given.exact()
+        exact.check_y(found[1][0])
+        assert torch.equal(found[1][2], given.residual_out)
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 # --- what is launched ---

@@ -84,7 +84,7 @@ def forward(
     if settings is None and view.m * tile.warps <= RESIDENT_WARPS * multiprocessors(x.device):
         tile = held_settings(n, dtype, tile)
     whole = n <= tile.block
-    shape = (tile.rows, tile.block) if whole else (tile.block, tile.held)
+    shape = (tile.rows, tile.block) if whole else (tile.block, tile.held, tile.sum_again and residual is not None)
     _launch(
         forward_kernel if whole else forward_wide_kernel,
         (_ceil(view.m, tile.rows) if whole else view.m,),

@@ -22,13 +22,14 @@ import torch
 class RowSettings:
     """A program's tile: ``rows`` × ``block`` elements, on ``warps`` warps. A row wider than ``block`` is worked through
     in chunks of ``block`` columns, the first ``held`` of which stay in registers. ``registers``: so many to a thread,
-    where the compiler is not to choose."""
+    where the compiler is not to choose. ``sum_again``: with a residual, its sum with x is what is read again."""
 
     rows: int
     block: int
     warps: int
     held: int = 0
     registers: int | None = None
+    sum_again: bool = False
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,7 @@ def forward_wide_kernel(
     MODE: tl.constexpr,
     BLOCK: tl.constexpr,
     HELD: tl.constexpr,
+    SUM_AGAIN: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """Rows of any width in chunks of BLOCK columns. The first HELD chunks are read once and held in registers, the
@@ -112,7 +113,8 @@ def forward_wide_kernel(
     A row of up to 4 chunks, all of them held, is one that waits for memory once: its weight is loaded before the
     reduction. It is summed in the same order as one of which no chunk is held.
 
-    With RESIDUAL as ``forward_kernel``; what is read twice is then x and the residual, and added again.
+    With RESIDUAL as ``forward_kernel``; what is read twice is then x and the residual, and added again, or with
+    SUM_AGAIN their sum where it was stored: half as much, but from no nearer than the L2 cache.
     """
     ACC: tl.constexpr = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
     row = tile_rows(tl.program_id(0), 1, INT64_ROWS)
@@ -131,7 +133,8 @@ def forward_wide_kernel(
     weights = [load_chunk_weight(W, k * BLOCK, N, BLOCK) for k in (0, 1, 2, 3)[:AHEAD]]
     squares = tl.zeros([BLOCK], ACC)
     for start in tl.range(HELD * BLOCK, N, BLOCK):
-        x = widened(load_chunk(x_row, r_row, out_row, start, N, BLOCK, ACC, PTX, "evict_last"), ACC, PTX)
+        keep: tl.constexpr = "evict_first" if SUM_AGAIN else "evict_last"
+        x = widened(load_chunk(x_row, r_row, out_row, start, N, BLOCK, ACC, PTX, keep), ACC, PTX)
         squares = tl.fma(x, x, squares)
     for k in tl.static_range(HELD):
         x_held = widened(held[k], ACC, PTX, PTX)
@@ -142,6 +145,10 @@ def forward_wide_kernel(
     for k in tl.static_range(HELD):
         weight = weights[k] if AHEAD > 0 else load_chunk_weight(W, k * BLOCK, N, BLOCK)
         store_normalized(y_row, widened(held[k], ACC, PTX, PTX), rstd, weight, k * BLOCK, N, OFFSET, MODE, BLOCK, PTX)
+    if SUM_AGAIN:
+        tl.debug_barrier()  # another thread may have stored it
+        x_row = out_row
+        r_row = None
     for start in tl.range(HELD * BLOCK, N, BLOCK):
         again = widened(load_chunk(x_row, r_row, None, start, N, BLOCK, ACC, PTX, "evict_first"), ACC, PTX)
         weight = load_chunk_weight(W, start, N, BLOCK)
