@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshnorm.kernels import cpu, gpu, gpu_chunks, settings
+from meshnorm.kernels import cpu, gpu, gpu_backward, gpu_chunks, settings
 
 PLANTED = "planted errors"
 DEVICE = "cuda"
@@ -163,13 +163,14 @@ def run(group: str, shard: int, shards: int) -> None:
 
 def pretend(multiprocessors: int) -> None:
     """That the GPU has so many multiprocessors, and room for few clusters."""
-    assert callable(gpu.multiprocessors) and callable(gpu_chunks.most_clusters)  # they are there, to be replaced
+    # They are there, to be replaced.
+    assert all(callable(each.multiprocessors) for each in (gpu, gpu_backward)) and callable(gpu_chunks.most_clusters)
     most_clusters = gpu_chunks.most_clusters
 
     def few_clusters(*arguments: Any, **options: Any) -> int:
         return min(CLUSTERS, most_clusters(*arguments, **options))
 
-    gpu.multiprocessors = lambda device: multiprocessors  # type: ignore[assignment]
+    gpu.multiprocessors = gpu_backward.multiprocessors = lambda device: multiprocessors  # type: ignore[assignment]
     gpu_chunks.most_clusters = few_clusters
 
 

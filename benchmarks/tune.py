@@ -38,7 +38,7 @@ from rich.table import Table
 
 from meshnorm.benching.timing import copy_bandwidth, device_time
 from meshnorm.formula import accumulation_dtype
-from meshnorm.kernels import gpu, gpu_split
+from meshnorm.kernels import gpu, gpu_split, tiles
 from meshnorm.kernels import settings as ladders
 from meshnorm.kernels.settings import ChunkSettings, PersistentSettings, RowSettings, SplitSettings
 
@@ -83,7 +83,7 @@ class Tensors:
         self.y, self.dx, self.dw = drawn(m, n), drawn(m, n), drawn(n)
         self.rstd = torch.rsqrt(self.x[0].to(acc).square().mean(1) + 1e-6)
         self.own_rstd, self.total = torch.empty_like(self.rstd), torch.full_like(self.rstd, 0.5)
-        self.sms = gpu.multiprocessors(self.x.device)
+        self.sms = tiles.multiprocessors(self.x.device)
         self.partial = torch.randn(partial_rows(n, dtype, self.sms), n, device="cuda", dtype=acc)
 
 

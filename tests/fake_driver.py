@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshnorm import kernels, ops
-from meshnorm.kernels import exchange, gpu, gpu_chunks, gpu_split, launching, replay
+from meshnorm.kernels import exchange, gpu, gpu_backward, gpu_chunks, gpu_split, launching, replay, tiles
 
 
 class Launch(NamedTuple):
@@ -106,13 +106,15 @@ def what_an_h200_is_asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
         named = dict(zip(names, arguments, strict=False)), dict(zip(names[count:], constants, strict=True))
         asked.append(Asked(kernel.fn.__name__, grid, *named, options))
 
-    for module in (gpu, gpu_chunks, gpu_split):
+    for module in (tiles, gpu_backward, gpu_chunks, gpu_split):
         monkeypatch.setattr(module, "launch", launch)
+    for module in (gpu, gpu_backward, gpu_chunks, gpu_split):
         monkeypatch.setattr(module, "has_ptx", lambda device: True)
-    for module in (gpu, gpu_chunks):
+    for module in (gpu_backward, gpu_chunks):
         monkeypatch.setattr(module, "has_clusters", lambda device: True)
-    monkeypatch.setattr(gpu, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(gpu, "_shared_memory", lambda device: 227 * 1024)
+    for module in (gpu, gpu_backward):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+        monkeypatch.setattr(module, "shared_memory_of", lambda device: 227 * 1024)
     monkeypatch.setattr(gpu_chunks, "most_clusters", lambda *arguments, **options: 132 // options["cluster"])
     space = exchange.Workspace(torch.empty(2, dtype=torch.int32), torch.empty(1, dtype=torch.int64))
     monkeypatch.setattr(gpu_split, "workspace", lambda device: space)

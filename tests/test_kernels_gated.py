@@ -18,7 +18,7 @@ from fake_driver import what_an_h200_is_asked  # noqa: E402
 from interpreting import interpreter_does_as_the_hardware  # noqa: E402, F401
 from kernel_cases_gated import BF16, F32, GatedCase, GatedPromises, GatedRunner, Given  # noqa: E402
 
-from meshnorm.kernels import cpu, cpu_gated, gpu, gpu_gated  # noqa: E402
+from meshnorm.kernels import cpu, cpu_gated, gpu_backward, gpu_gated  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
@@ -87,8 +87,8 @@ def test_both_passes_are_one_launch_beside_that_of_dw(
     n: int, group: int, before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = what_an_h200_is_asked(monkeypatch)
-    for name in ("has_ptx", "multiprocessors", "_shared_memory", "launch"):
-        monkeypatch.setattr(gpu_gated, name, getattr(gpu, name))
+    for name in ("has_ptx", "multiprocessors", "shared_memory_of", "launch"):
+        monkeypatch.setattr(gpu_gated, name, getattr(gpu_backward, name))
     m = 2**27 // n
     x = torch.empty(1, m, n, dtype=BF16)  # never touched
     y, weight = x[0], torch.empty(n, dtype=BF16)
@@ -111,8 +111,8 @@ def test_both_passes_are_one_launch_beside_that_of_dw(
 
 def test_groups_beyond_one_program_take_their_sums_first(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = what_an_h200_is_asked(monkeypatch)
-    for name in ("has_ptx", "multiprocessors", "_shared_memory", "launch"):
-        monkeypatch.setattr(gpu_gated, name, getattr(gpu, name))
+    for name in ("has_ptx", "multiprocessors", "shared_memory_of", "launch"):
+        monkeypatch.setattr(gpu_gated, name, getattr(gpu_backward, name))
     for before, want, kernels in (
         (True, "dX dGate dW", ["gated_statistic_kernel", "gated_backward_kernel", "sum_partials_kernel"]),
         (True, "dGate dW", ["gated_backward_kernel", "sum_partials_kernel"]),
@@ -133,7 +133,7 @@ def test_no_tensor_is_accessed_more_widely_than_another(
 ) -> None:
     """A compiled row sum's order follows from the widest access: it must not follow from what is wanted, or aligned."""
     asked = what_an_h200_is_asked(monkeypatch)
-    monkeypatch.setattr(gpu_gated, "launch", gpu.launch)
+    monkeypatch.setattr(gpu_gated, "launch", gpu_backward.launch)
     given = Given(GatedCase(5, n, dtypes[0], F32, gate_dtype=dtypes[1], before=False, group=n), "cpu")
     rstd = TestTriton().forward(given, given.x, given.gate)[1]
     assert rstd is not None

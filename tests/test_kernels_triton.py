@@ -22,7 +22,7 @@ from kernel_cases import Case, Exact, KernelPromises, KernelRunner, empty, rows 
 
 from meshnorm import kernels  # noqa: E402
 from meshnorm.formula import CASTING_MODES  # noqa: E402
-from meshnorm.kernels import gpu, gpu_chunks, launching, replay, row_views, settings  # noqa: E402
+from meshnorm.kernels import gpu, gpu_backward, gpu_chunks, launching, replay, row_views, settings, tiles  # noqa: E402
 from meshnorm.kernels.triton_forward import forward_wide_kernel  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -37,7 +37,8 @@ class TestTriton(KernelPromises):
     def test_more_rows_than_32_bits_count_take_the_same_path(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The 64-bit row arithmetic, on few rows. (``test_more_rows_than_32_bits_count`` has them, on a GPU.)"""
         row_view = row_views.row_view
-        monkeypatch.setattr(gpu, "row_view", lambda x: row_view(x)._replace(int64=True))
+        for module in (gpu, gpu_backward):
+            monkeypatch.setattr(module, "row_view", lambda x: row_view(x)._replace(int64=True))
         for view in ("contiguous", "heads"):
             self.check(Case(198, 100, x=view, dy="transposed"))
 
@@ -54,7 +55,7 @@ def test_few_rows_have_the_bits_that_they_have_among_many(
     m, few = (8192, 5) if CUDA else (6, 2)
     monkeypatch.setattr(gpu, "RESIDENT_WARPS", 64 if CUDA else 4)  # of the interpreter's 4 multiprocessors
     tile = settings.forward_settings(n, torch.bfloat16)
-    enough = gpu.RESIDENT_WARPS * gpu.multiprocessors(torch.device(DEVICE))
+    enough = gpu.RESIDENT_WARPS * tiles.multiprocessors(torch.device(DEVICE))
     assert few * tile.warps <= enough < m * tile.warps
     for residual in (False, True):
         case = Case(m, n, weight=weight, mode=mode, offset=1.0)
@@ -94,16 +95,16 @@ def test_every_width_has_settings(dtype: torch.dtype) -> None:
 
 
 def test_programs_fill_the_device_and_never_outnumber_the_tiles() -> None:
-    assert gpu.program_count(tiles=10**6, chunks=1, per_sm=2, sms=132, allowed=None) == 264
-    assert gpu.program_count(tiles=100, chunks=1, per_sm=2, sms=132, allowed=None) == 100
-    assert gpu.program_count(tiles=10**6, chunks=16, per_sm=2, sms=132, allowed=None) == 18
-    assert gpu.program_count(tiles=1, chunks=500, per_sm=2, sms=132, allowed=0) == 1
+    assert gpu_backward.program_count(tiles=10**6, chunks=1, per_sm=2, sms=132, allowed=None) == 264
+    assert gpu_backward.program_count(tiles=100, chunks=1, per_sm=2, sms=132, allowed=None) == 100
+    assert gpu_backward.program_count(tiles=10**6, chunks=16, per_sm=2, sms=132, allowed=None) == 18
+    assert gpu_backward.program_count(tiles=1, chunks=500, per_sm=2, sms=132, allowed=0) == 1
 
 
 def test_partial_rows_stay_below_3_percent_of_x_where_they_can_fill_most_of_the_device() -> None:
-    assert gpu.program_count(tiles=32768, chunks=1, per_sm=2, sms=132, allowed=491) == 264
-    assert gpu.program_count(tiles=8192, chunks=1, per_sm=1, sms=132, allowed=122) == 122
-    assert gpu.program_count(tiles=512, chunks=1, per_sm=2, sms=132, allowed=7) == 132
+    assert gpu_backward.program_count(tiles=32768, chunks=1, per_sm=2, sms=132, allowed=491) == 264
+    assert gpu_backward.program_count(tiles=8192, chunks=1, per_sm=1, sms=132, allowed=122) == 122
+    assert gpu_backward.program_count(tiles=512, chunks=1, per_sm=2, sms=132, allowed=7) == 132
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -13,16 +13,7 @@ import torch
 from torch import Tensor
 
 from ..formula_gated import Gated, rounds_product
-from .gpu import (
-    MACHINE_SHARE,
-    _allowed_partials,
-    _ceil,
-    _fitting_stages,
-    _launch,
-    _shared_memory,
-    multiprocessors,
-    sum_partials,
-)
+from .gpu_backward import MACHINE_SHARE, allowed_partials, sum_partials
 from .gpu_chunks import REGISTERS
 from .launching import has_ptx, launch, scratch
 from .row_views import row_view, vector
@@ -34,6 +25,7 @@ from .settings_gated import (
     gated_chunk_settings,
     gated_forward_settings,
 )
+from .tiles import ceil_div, fitting_stages, launch_tile, multiprocessors, shared_memory_of
 from .triton_gated import (
     gated_backward_kernel,
     gated_forward_kernel,
@@ -60,9 +52,9 @@ def forward(
     m, groups = views.m, x.shape[2] // n
     outputs = (y, rstd, None) if whole else (y, rstd)
     strides = views.stride(y), 0 if rstd is None else rstd.stride(0), *((0,) if whole else ())
-    _launch(
+    launch_tile(
         gated_forward_kernel if whole else gated_forward_wide_kernel,
-        (groups * (_ceil(m, tile.rows) if whole else m),),
+        (groups * (ceil_div(m, tile.rows) if whole else m),),
         tile,
         (x, gate, weight, *outputs, m, n, *views.where(x), *views.where(gate), *strides),
         (
@@ -99,10 +91,10 @@ def apply(
     n = how.group_size
     tile = settings or gated_chunk_settings(n, _widest(x, gate))
     views = _Views(n, x, gate)
-    groups, chunks = x.shape[2] // n, _ceil(n, tile.block)
-    _launch(
+    groups, chunks = x.shape[2] // n, ceil_div(n, tile.block)
+    launch_tile(
         gated_forward_kernel,
-        (groups * chunks * _ceil(views.m, tile.rows),),
+        (groups * chunks * ceil_div(views.m, tile.rows),),
         tile,
         (
             *(x, gate, weight, y, rstd, total, views.m, size),
@@ -166,9 +158,9 @@ def _sums(
     x = _in_units(x, views)
     gate, dy = (None if tensor is None else _in_units(tensor, views) for tensor in (gate, dy))
     groups = x.shape[2] // n
-    _launch(
+    launch_tile(
         gated_statistic_kernel,
-        (groups * _ceil(views.m, tile.rows),),
+        (groups * ceil_div(views.m, tile.rows),),
         tile,
         (
             *(x, gate, weight, dy, rstd, total, views.m),
@@ -247,16 +239,16 @@ def _gradients(
         return
     n, columns = how.group_size, x.shape[2]
     views = _Views(n, x, gate, dy)
-    groups, chunks = columns // n, 1 if total is None else _ceil(n, tile.block * tile.holds)
-    tiles = _ceil(views.m, tile.rows)
-    allowed = _allowed_partials(x, rstd) if dw is not None else tiles
+    groups, chunks = columns // n, 1 if total is None else ceil_div(n, tile.block * tile.holds)
+    tiles = ceil_div(views.m, tile.rows)
+    allowed = allowed_partials(x, rstd) if dw is not None else tiles
     programs = program_count(tiles, groups * chunks, tile.per_sm, multiprocessors(x.device), allowed)
     partial = dw
     if dw is not None and programs > 1:
         partial = scratch((programs, columns), rstd.dtype, x.device)
     loaded = sum(tensor.element_size() for tensor in (x, gate, dy) if tensor is not None)
     stage = tile.rows * tile.block * tile.holds * loaded
-    stages = _fitting_stages(tile.stages, tile.per_sm, stage, _shared_memory(x.device))
+    stages = fitting_stages(tile.stages, tile.per_sm, stage, shared_memory_of(x.device))
     strides = rstd.stride(0), 0 if total is None else total.stride(0), views.stride(dx), views.stride(d_gate)
     ptx = has_ptx(x.device)
     launch(
@@ -283,7 +275,7 @@ def program_count(tiles: int, parts: int, per_sm: int, sms: int, allowed: int) -
     those that wait for others to end would take as long again; no more than there are tiles; and no more than the
     ``allowed`` partial rows of dW if these fill most of the device."""
     least = MACHINE_SHARE * sms / parts
-    programs = min(sms * per_sm // parts, tiles, allowed if allowed >= least else _ceil(sms, parts))
+    programs = min(sms * per_sm // parts, tiles, allowed if allowed >= least else ceil_div(sms, parts))
     return max(1, programs)
 
 
