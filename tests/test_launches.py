@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from norm_cases import assert_right, draw, equal, gradients, inputs, seed
 from torch import Tensor
 
+from meshnorm import rms_norm
 from meshnorm.formula import reference_backward, reference_forward
 
 pytestmark = pytest.mark.gpu
@@ -125,6 +128,48 @@ def test_graphs_of_split_rows_replay_beside_one_another(n: int) -> None:
     torch.cuda.synchronize()
     for graph, results in zip(graphs, first, strict=True):
         assert equal(graph.results, results)
+
+
+@pytest.mark.parametrize(("n", "dtype"), [(131072, BF16), (131072, torch.float32), (262144, BF16)], ids=str)
+def test_compiled_into_graphs_split_rows_exchange_beside_eager_ones(n: int, dtype: torch.dtype) -> None:
+    """torch.compile's own graphs, whose memory is that of one pool: what programs exchange through must be nobody
+    else's while a graph runs, and be as the next replay expects it."""
+    torch.compiler.reset()
+
+    def two_norms(x: Tensor, weight: Tensor) -> Tensor:
+        between = rms_norm(x, weight).sin()  # memory that the pool may hand on
+        return rms_norm(between + x, weight) * 2 - between
+
+    compiled = torch.compile(two_norms, mode="reduce-overhead", dynamic=False)
+
+    def results(norms: Callable[[Tensor, Tensor], Tensor], given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        leaves = tuple(each.detach().clone().requires_grad_() for each in given[:2])
+        torch.compiler.cudagraph_mark_step_begin()
+        y = norms(*leaves)
+        found = torch.autograd.grad(y, leaves, given[2])
+        return tuple(each.detach().clone() for each in (y, *found))
+
+    batches = [inputs(m, n, dtype, "cuda") for m in (40, 40, 40)]
+    eager = [results(two_norms, given) for given in batches]
+    alone = [gradients(*given) for given in batches]
+    for _ in range(4):  # the first warms up, the second captures, the others replay
+        for given, expected, norm in zip(batches, eager, alone, strict=True):
+            found = results(compiled, given)
+            assert equal(gradients(*given), norm)  # an eager exchange, behind the graph's in the queue
+            for got, right, eps in zip(found, expected, (8, 16, 16), strict=True):
+                off = (got.double() - right.double()).norm() / right.double().norm()
+                assert off <= eps * torch.finfo(dtype).eps  # what is fused is rounded less often
+    y, dx, dw = eager[0]
+    x, weight, dy = (each.double().requires_grad_(i < 2) for i, each in enumerate(batches[0]))
+
+    def exactly(x: Tensor) -> Tensor:
+        return reference_forward(x, weight, 1e-6)
+
+    between = exactly(x).sin()
+    exact_y = exactly(between + x) * 2 - between
+    exact = (exact_y, *torch.autograd.grad(exact_y, (x, weight), dy))
+    for got, right in zip((y, dx, dw), exact, strict=True):
+        assert (got.double() - right).norm() <= 16 * torch.finfo(dtype).eps * right.norm()
 
 
 # --- beyond 2³¹ elements ---

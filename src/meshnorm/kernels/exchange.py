@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ def workspace(device: torch.device) -> Workspace:
     """The workspace of the current stream: its launches run one after another, so they can share it.
 
     A graph that is being captured gets one of its own for each launch, cleared by the graph: it may be replayed on any
-    stream, beside others.
+    stream, beside others. It is freed behind the launch, and what then lies there in the graph's pool is written by
+    what comes later in the graph.
     """
     if torch.cuda.is_current_stream_capturing():
         return _new(device)
@@ -34,7 +36,17 @@ def workspace(device: torch.device) -> Workspace:
 
 @functools.cache
 def _of_stream(device: torch.device, stream: int) -> Workspace:
-    return _new(device)
+    """Allocated in a thread of its own, since it lives on: where torch.compile warms up for a graph, what this thread
+    allocates lies in the graphs' pool, which takes all of it for its own that is not a result."""
+    current = torch.cuda.current_stream(device)
+    assert current.cuda_stream == stream
+
+    def allocated() -> Workspace:
+        with torch.cuda.stream(current):
+            return _new(device)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(allocated).result()
 
 
 def _new(device: torch.device) -> Workspace:
