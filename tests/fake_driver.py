@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshnorm import kernels, ops
-from meshnorm.kernels import exchange, gpu, gpu_chunks, gpu_split, launching, replay
+from meshnorm.kernels import exchange, gated, gpu, gpu_chunks, gpu_gated, gpu_split, launching, replay
 
 
 class Launch(NamedTuple):
@@ -77,7 +77,7 @@ def _tensor_at(address: int, dtype: torch.dtype) -> Tensor:
 
 def with_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     driver = FakeDriver()
-    for module in (ops, kernels):
+    for module in (ops, kernels, gated):
         monkeypatch.setattr(module, "kernels_for", lambda device: gpu)
     monkeypatch.setattr(launching, "_compiled", {})
     monkeypatch.setattr(launching, "_compiled_by_launching", driver.compiled_by_launching)
@@ -106,14 +106,16 @@ def what_an_h200_is_asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
         named = dict(zip(names, arguments, strict=False)), dict(zip(names[count:], constants, strict=True))
         asked.append(Asked(kernel.fn.__name__, grid, *named, options))
 
-    for module in (gpu, gpu_chunks, gpu_split):
+    for module in (gpu, gpu_chunks, gpu_split, gpu_gated):
         monkeypatch.setattr(module, "launch", launch)
         monkeypatch.setattr(module, "has_ptx", lambda device: True)
-    for module in (gpu, gpu_chunks):
+    for module in (gpu, gpu_chunks, gpu_gated):
         monkeypatch.setattr(module, "has_clusters", lambda device: True)
-    monkeypatch.setattr(gpu, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(gpu, "_shared_memory", lambda device: 227 * 1024)
-    monkeypatch.setattr(gpu_chunks, "most_clusters", lambda *arguments, **options: 132 // options["cluster"])
+    for module in (gpu, gpu_gated):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+        monkeypatch.setattr(module, "_shared_memory", lambda device: 227 * 1024)
+    for module in (gpu_chunks, gpu_gated):
+        monkeypatch.setattr(module, "most_clusters", lambda *arguments, **options: 132 // options["cluster"])
     space = exchange.Workspace(torch.empty(2, dtype=torch.int32), torch.empty(1, dtype=torch.int64))
     monkeypatch.setattr(gpu_split, "workspace", lambda device: space)
     return asked
