@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -42,9 +42,12 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _seeded(request: pytest.FixtureRequest) -> None:
+def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
     # Fresh inputs in each run; --hypothesis-seed, which the header prints, repeats them.
     torch.manual_seed(zlib.crc32(f"{request.config.getoption('hypothesis_seed')} {request.node.nodeid}".encode()))
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # tests run beside one another
 
 
 def _draw(*shape: int, dtype: torch.dtype = F32, device: str = "cpu") -> Tensor:

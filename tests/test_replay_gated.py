@@ -161,8 +161,8 @@ def test_replays_give_the_bits_of_the_op(n: int, group: int, before: bool) -> No
     group = group or n
     x, gate, dy = (torch.randn(300, n, device="cuda", dtype=BF16) for _ in range(3))
     weight = torch.randn(n, device="cuda", dtype=BF16)
-    leaves = [t.requires_grad_() for t in (x, gate, weight)]
-    options = {"norm_before_gate": before, "group_size": group}
+    leaves: Any = [t.requires_grad_() for t in (x, gate, weight)]
+    options: Any = {"norm_before_gate": before, "group_size": group}
     y, rstd = ops_gated.gated_forward.op(*leaves, 1e-6, 0.0, "llama", before, "silu", group, 1)  # type: ignore[attr-defined]
     with torch.no_grad():
         gradients = ops_gated.gated_backward.op(  # type: ignore[attr-defined]
