@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from meshnorm import kernels, ops
-from meshnorm.kernels import exchange, gpu, gpu_backward, gpu_chunks, gpu_split, launching, replay, tiles
+from meshnorm.kernels import (
+    exchange,
+    gated,
+    gpu,
+    gpu_backward,
+    gpu_chunks,
+    gpu_gated,
+    gpu_split,
+    launching,
+    replay,
+    tiles,
+)
 
 
 class Launch(NamedTuple):
@@ -77,7 +88,7 @@ def _tensor_at(address: int, dtype: torch.dtype) -> Tensor:
 
 def with_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     driver = FakeDriver()
-    for module in (ops, kernels):
+    for module in (ops, kernels, gated):
         monkeypatch.setattr(module, "kernels_for", lambda device: gpu)
     monkeypatch.setattr(launching, "_compiled", {})
     monkeypatch.setattr(launching, "_compiled_by_launching", driver.compiled_by_launching)
@@ -106,16 +117,17 @@ def what_an_h200_is_asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
         named = dict(zip(names, arguments, strict=False)), dict(zip(names[count:], constants, strict=True))
         asked.append(Asked(kernel.fn.__name__, grid, *named, options))
 
-    for module in (tiles, gpu_backward, gpu_chunks, gpu_split):
+    for module in (tiles, gpu_backward, gpu_chunks, gpu_split, gpu_gated):
         monkeypatch.setattr(module, "launch", launch)
-    for module in (gpu, gpu_backward, gpu_chunks, gpu_split):
+    for module in (gpu, gpu_backward, gpu_chunks, gpu_split, gpu_gated):
         monkeypatch.setattr(module, "has_ptx", lambda device: True)
-    for module in (gpu_backward, gpu_chunks):
+    for module in (gpu_backward, gpu_chunks, gpu_gated):
         monkeypatch.setattr(module, "has_clusters", lambda device: True)
-    for module in (gpu, gpu_backward):
+    for module in (gpu, gpu_backward, gpu_gated):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
         monkeypatch.setattr(module, "shared_memory_of", lambda device: 227 * 1024)
-    monkeypatch.setattr(gpu_chunks, "most_clusters", lambda *arguments, **options: 132 // options["cluster"])
+    for module in (gpu_chunks, gpu_gated):
+        monkeypatch.setattr(module, "most_clusters", lambda *arguments, **options: 132 // options["cluster"])
     space = exchange.Workspace(torch.empty(2, dtype=torch.int32), torch.empty(1, dtype=torch.int64))
     monkeypatch.setattr(gpu_split, "workspace", lambda device: space)
     return asked

@@ -190,7 +190,8 @@ class GatedPromises(GatedRunner):
         self.check(replace(case, weight=F32, offset=1.0, mode="gemma"))
 
     @pytest.mark.parametrize("before", [True, False])
-    def test_groups_wider_than_one_program_holds(self, before: bool) -> None:
+    def test_groups_wider_than_one_block(self, before: bool) -> None:
+        self.check(GatedCase(2, 9000, before=before))  # in chunks
         self.check(GatedCase(2, 17001, before=before))
         self.check(GatedCase(1, 2 * 9000, F32, F32, gate_dtype=F32, before=before, group=9000))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from meshnorm import rms_norm
+from meshnorm import gated_rms_norm, rms_norm
 
 pytestmark = pytest.mark.gpu
 F32, BF16 = torch.float32, torch.bfloat16
@@ -192,3 +192,75 @@ def test_one_launch_forward_two_backward_and_one_where_the_weight_is_frozen(n: i
     weight.requires_grad_(False)
     y = rms_norm(x, weight)
     assert len(found := launches(lambda: torch.autograd.grad(y, x, dy, retain_graph=True))) == 1, found
+
+
+# --- beside a gate ---
+
+GROUPS = ((128, 128), (8192, 1024), (8192, 8192), (12288, 12288), (16384, 16384))
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("n", "group"), GROUPS)
+def test_a_gated_forward_saves_its_inputs_and_one_number_a_row_and_group(n: int, group: int, before: bool) -> None:
+    m = rows_of(n, BF16) // 2
+    x, weight, gate = inputs(m, n, BF16, "cuda")
+    leaves = x.requires_grad_(), gate.requires_grad_(), weight.requires_grad_()
+
+    def forward() -> Tensor:
+        return gated_rms_norm(*leaves, norm_before_gate=before, group_size=group)
+
+    forward(), forward()  # recorded, then replayed
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        y = forward()
+    own = [tensor for tensor in saved if tensor.data_ptr() not in [leaf.data_ptr() for leaf in leaves]]
+    assert len(saved) == 4 and [(each.dtype, each.numel()) for each in own] == [(F32, m * n // group)]
+    own.clear(), saved.clear()
+    del y
+    asked: list[int] = []
+
+    def kept() -> Tensor:
+        before_it = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        y = forward()
+        asked.append(torch.cuda.memory_stats()["requested_bytes.all.current"] - before_it)
+        return y
+
+    assert peak(kept) == x.nbytes + 4 * m * (n // group)
+    assert asked == [x.nbytes + 4 * m * (n // group)]
+    with torch.no_grad():
+        assert peak(forward) == x.nbytes
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("n", "group"), GROUPS)
+def test_a_gated_backward_needs_3_percent_of_a_tensor_beside_its_results(n: int, group: int, before: bool) -> None:
+    m = rows_of(n, BF16) // 2
+    x, weight, gate = inputs(m, n, BF16, "cuda")
+    dy = draw(m, n, dtype=BF16, device="cuda")
+    leaves = x.requires_grad_(), gate.requires_grad_(), weight.requires_grad_()
+    y = gated_rms_norm(*leaves, norm_before_gate=before, group_size=group)
+
+    def backward(*wanted: Tensor) -> int:
+        return peak(lambda: torch.autograd.grad(y, wanted, dy, retain_graph=True))
+
+    for _ in range(2):  # recorded, then replayed
+        assert backward(*leaves) <= 2 * x.nbytes + weight.nbytes + PARTIALS * x.nbytes
+
+
+@pytest.mark.parametrize("m", [1, 64, 4096])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("n", "group"), GROUPS)
+def test_a_gated_norm_is_one_launch_forward_and_two_backward(n: int, group: int, before: bool, m: int) -> None:
+    x, weight, gate = inputs(m, n, BF16, "cuda")
+    dy = draw(m, n, dtype=BF16, device="cuda")
+    leaves = x.requires_grad_(), gate.requires_grad_(), weight.requires_grad_()
+
+    def forward() -> Tensor:
+        return gated_rms_norm(*leaves, norm_before_gate=before, group_size=group)
+
+    assert len(found := launches(forward)) == 1, found
+    y = forward()
+    assert 1 <= len(found := launches(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True))) <= 2, found
+    weight.requires_grad_(False)
+    y = forward()
+    assert len(found := launches(lambda: torch.autograd.grad(y, leaves[:2], dy, retain_graph=True))) == 1, found

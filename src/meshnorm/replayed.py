@@ -49,7 +49,7 @@ class Norm:
             x_at, weight_at = x.data_ptr(), 0 if weight is None else weight.data_ptr()
             if not (x_at | weight_at) & MISALIGNED:
                 if known is None:
-                    (y,), self._without_rstd = _recorded(lambda: (ops.only_y(x, weight, *self._options),), x, weight)
+                    (y,), self._without_rstd = recorded(lambda: (ops.only_y(x, weight, *self._options),), x, weight)
                     return y
                 replay, (like_y,) = known
                 y = torch.empty_like(like_y)
@@ -64,7 +64,7 @@ class Norm:
             x_at, weight_at = x.data_ptr(), 0 if weight is None else weight.data_ptr()
             if not (x_at | weight_at) & MISALIGNED:
                 if known is None:
-                    (y, rstd), self._with_rstd = _recorded(lambda: forward(x, weight, *self._options), x, weight)
+                    (y, rstd), self._with_rstd = recorded(lambda: forward(x, weight, *self._options), x, weight)
                     return y, rstd
                 replay, (like_y, like_rstd) = known
                 y, rstd = torch.empty_like(like_y), torch.empty_like(like_rstd)
@@ -119,14 +119,14 @@ class Norm:
             return None if dx is dy else dx, dw  # where dX is dY, dY's address is all there is
 
         dx = dy
-        (_, dw), known = _recorded(backward, dy, x, weight, rstd)
+        (_, dw), known = recorded(backward, dy, x, weight, rstd)
         if len(self._gradients) >= MOST_GRADIENTS:
             self._gradients.clear()
         self._gradients[key] = known
         return dx, dw
 
 
-def _recorded(call: Callable[[], tuple[Tensor | None, ...]], *inputs: Tensor | None) -> tuple[tuple[Any, ...], Any]:
+def recorded(call: Callable[[], tuple[Tensor | None, ...]], *inputs: Tensor | None) -> tuple[tuple[Any, ...], Any]:
     """What ``call`` returns, and what replays it on other inputs of the same signature: (replay, templates of what it
     returned), or False."""
     device = next(tensor for tensor in inputs if tensor is not None).device

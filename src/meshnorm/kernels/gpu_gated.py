@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..formula_gated import Gated, rounds_product
+from .clusters import has_clusters
 from .gpu_backward import MACHINE_SHARE, allowed_partials, sum_partials
 from .gpu_chunks import REGISTERS
-from .launching import has_ptx, launch, scratch
+from .launching import has_ptx, launch, most_clusters, scratch
 from .row_views import row_view, vector
 from .settings import RowSettings
 from .settings_gated import (
@@ -24,6 +25,7 @@ from .settings_gated import (
     gated_backward_settings,
     gated_chunk_settings,
     gated_forward_settings,
+    parts_of,
 )
 from .tiles import ceil_div, fitting_stages, launch_tile, multiprocessors, shared_memory_of
 from .triton_gated import (
@@ -69,7 +71,7 @@ def forward(
             how.casting_mode,
             *_constants(x, gate, how),
             _rounds(x, weight, how),
-            *((tile.rows, tile.block, 1) if whole else (tile.block,)),
+            *((tile.rows, tile.block, 1) if whole else (tile.block, tile.held)),
             has_ptx(x.device),
         ),
     )
@@ -187,12 +189,12 @@ def backward(
     *,
     settings: HoldingSettings | None = None,
 ) -> None:
-    """dX, dGate and dW, or those of them that are not None. One pass; for groups too wide for it the sums, then the
-    rest."""
+    """dX, dGate and dW, or those of them that are not None. One pass; for groups too wide for one program or a cluster
+    the sums, then the rest."""
     n = how.group_size
-    tile = settings or gated_backward_settings(n, _widest(x, gate, dy))
-    if tile is not None:
-        _gradients(dy, x, gate, weight, rstd, None, n, how, dx, d_gate, dw, tile)
+    clusters = rstd.dtype == torch.float32 and has_clusters(x.device)
+    tile = settings or gated_backward_settings(n, _widest(x, gate, dy), clusters)
+    if tile is not None and _gradients(dy, x, gate, weight, rstd, None, n, how, dx, d_gate, dw, tile):
         return
     total = torch.empty_like(rstd)
     if dx is not None or (d_gate is not None and not how.norm_before_gate):
@@ -233,41 +235,56 @@ def _gradients(
     d_gate: Tensor | None,
     dw: Tensor | None,
     tile: HoldingSettings,
-) -> None:
-    """The kernel writes dX, dGate and P partial rows of dW; a second one adds those."""
+) -> bool:
+    """The kernel writes dX, dGate and P partial rows of dW; a second one adds those. False, and nothing is done, where
+    a group takes larger clusters than the device has."""
     if dx is None and d_gate is None and dw is None:
-        return
+        return True
     n, columns = how.group_size, x.shape[2]
     views = _Views(n, x, gate, dy)
-    groups, chunks = columns // n, 1 if total is None else ceil_div(n, tile.block * tile.holds)
-    tiles = ceil_div(views.m, tile.rows)
-    allowed = allowed_partials(x, rstd) if dw is not None else tiles
-    programs = program_count(tiles, groups * chunks, tile.per_sm, multiprocessors(x.device), allowed)
-    partial = dw
-    if dw is not None and programs > 1:
-        partial = scratch((programs, columns), rstd.dtype, x.device)
+    groups, chunks, tiles = columns // n, parts_of(n, tile), ceil_div(views.m, tile.rows)
     loaded = sum(tensor.element_size() for tensor in (x, gate, dy) if tensor is not None)
     stage = tile.rows * tile.block * tile.holds * loaded
     stages = fitting_stages(tile.stages, tile.per_sm, stage, shared_memory_of(x.device))
     strides = rstd.stride(0), 0 if total is None else total.stride(0), views.stride(dx), views.stride(d_gate)
     ptx = has_ptx(x.device)
-    launch(
-        gated_backward_kernel,
-        (groups * chunks * programs,),
-        (
+    constants = (
+        *(*views.how(x), *views.how(gate), *views.how(dy), views.unit_of(dx), views.unit_of(d_gate)),
+        *(views.int64, groups, n, how.offset, *_constants(x, gate, how)),
+        *(tile.rows, tile.block, tile.holds, tile.keeps, chunks, stages, ptx),
+    )
+    options = {"num_warps": min(tile.warps, 16) if torch.version.hip else tile.warps}
+    if ptx:
+        options["maxnreg"] = min(255, REGISTERS // (tile.warps * 32 * tile.per_sm) // 8 * 8)
+
+    def arguments(partial: Tensor | None) -> tuple:
+        return (
             *(dy, x, gate, weight, rstd, total, dx, d_gate, partial, views.m, tiles, size),
             *(*views.where(x), *views.where(gate), *views.where(dy), *strides),
-        ),
-        (
-            *(*views.how(x), *views.how(gate), *views.how(dy), views.unit_of(dx), views.unit_of(d_gate)),
-            *(views.int64, groups, n, how.offset, *_constants(x, gate, how)),
-            *(tile.rows, tile.block, tile.holds, chunks, stages, ptx),
-        ),
-        num_warps=min(tile.warps, 16) if torch.version.hip else tile.warps,
-        **({"maxnreg": min(255, REGISTERS // (tile.warps * 32 * tile.per_sm) // 8 * 8)} if ptx else {}),
-    )
+        )
+
+    cluster = chunks if total is None else 1
+    allowed = allowed_partials(x, rstd) if dw is not None else tiles
+    sms, per_sm, parts = multiprocessors(x.device), tile.per_sm, groups * chunks
+    if cluster > 1:
+        # How many clusters run at once depends on the kernel alone, for which one partial row is as good as many.
+        one = None if dw is None else torch.empty(1, columns, dtype=rstd.dtype, device=x.device)
+        sms = most_clusters(gated_backward_kernel, arguments(one), constants, cluster=cluster, **options)
+        if sms == 0:
+            return False
+        per_sm, parts = 1, groups
+    programs = program_count(tiles, parts, per_sm, sms, allowed)
+    partial = dw
+    if dw is not None and (programs > 1 or cluster > 1):
+        partial = scratch((programs, columns), rstd.dtype, x.device)
+    launch(gated_backward_kernel, (parts * programs,), arguments(partial), constants, **_clustered(cluster), **options)
     if dw is not None and partial is not None and partial is not dw:
         sum_partials(partial, dw)
+    return True
+
+
+def _clustered(cluster: int) -> dict[str, Any]:
+    return {"cluster": cluster} if cluster > 1 else {}
 
 
 def program_count(tiles: int, parts: int, per_sm: int, sms: int, allowed: int) -> int:

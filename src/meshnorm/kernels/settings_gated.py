@@ -1,8 +1,8 @@
 """Launch settings of the gated norm, by a group's width and the dtype: as ``settings``, whose reasons hold here too.
 
-None of these is timed yet. They are chosen so that, compiled for sm_90, no more than 24 bytes of a 16-bit or float32
-norm spill, and from what the norm without a gate measured: the backward loads three tensors for its two, and computes
-an exponential.
+Those without a percentage are not timed. They are chosen so that, compiled for sm_90, next to nothing of a 16-bit or
+float32 norm spills, and from what the norm without a gate measured: the backward loads three tensors for its two, and
+computes an exponential, which costs as many instructions as all the rest.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ FORWARD = (
     (1024, RowSettings(rows=1, block=1024, warps=4)),
     (2048, RowSettings(rows=1, block=2048, warps=4)),
     (4096, RowSettings(rows=1, block=4096, warps=8)),
-    (8192, RowSettings(rows=1, block=8192, warps=16)),
-    (16384, RowSettings(rows=1, block=16384, warps=32)),
+    (8192, RowSettings(rows=1, block=8192, warps=8)),
+    (12288, RowSettings(rows=1, block=4096, warps=8, held=3)),
+    (16384, RowSettings(rows=1, block=4096, warps=16, held=4)),
 )
 FORWARD_WIDE = RowSettings(rows=1, block=8192, warps=16)
 # Chunks of a group, given its statistic, or of the statistic itself.
@@ -36,9 +37,11 @@ CHUNK = RowSettings(rows=1, block=4096, warps=8)
 @dataclass(frozen=True)
 class HoldingSettings(PersistentSettings):
     """A persistent program's tile of up to ``holds`` blocks of columns; of the registers it has its share, so that
-    ``per_sm`` are resident."""
+    ``per_sm`` are resident. A wider group is spread over the programs of a cluster. ``keeps``: with the sigmoid held
+    through the group's sum, not computed again."""
 
     holds: int = 1
+    keeps: bool = False
 
 
 BACKWARD = (
@@ -52,11 +55,15 @@ BACKWARD = (
     (2048, HoldingSettings(rows=1, block=1024, warps=4, per_sm=4, stages=3, holds=2)),
     (4096, HoldingSettings(rows=1, block=2048, warps=8, per_sm=2, stages=3, holds=2)),
     (6144, HoldingSettings(rows=1, block=2048, warps=8, per_sm=2, stages=3, holds=3)),
-    (8192, HoldingSettings(rows=1, block=4096, warps=16, per_sm=1, stages=3, holds=2)),
-    (12288, HoldingSettings(rows=1, block=4096, warps=16, per_sm=1, stages=3, holds=3)),
+    (8192, HoldingSettings(rows=1, block=4096, warps=16, per_sm=1, stages=3, holds=2, keeps=True)),
+    (12288, HoldingSettings(rows=1, block=4096, warps=16, per_sm=1, stages=3, holds=3, keeps=True)),
 )
-# Of 4-byte numbers: beyond it, and beyond the ladder, the group's sums are taken first.
+# Of 4-byte numbers: beyond it, and beyond the ladder, groups are spread over clusters.
 WIDEST_BACKWARD_32 = 8192
+# Where there are none of that size, the group's sums are taken first.
+BACKWARD_CLUSTER = HoldingSettings(rows=1, block=2048, warps=8, per_sm=2, stages=3, holds=3)
+BACKWARD_CLUSTER_32 = HoldingSettings(rows=1, block=2048, warps=8, per_sm=2, stages=3, holds=2)
+MOST_IN_A_CLUSTER = 8
 # Given the sums a chunk of columns needs nothing of the others.
 BACKWARD_CHUNK = HoldingSettings(rows=1, block=2048, warps=8, per_sm=2, stages=3)
 NARROW = 1024
@@ -66,7 +73,8 @@ NARROW = 1024
 def gated_forward_settings(n: int, dtype: torch.dtype, holds: bool) -> RowSettings:
     """For groups of ``n``; ``holds``: in registers, where they fit. A block narrower than n is one chunk of several."""
     if n <= NARROW or holds:
-        return _step(FORWARD, n, dtype) or FORWARD_WIDE
+        found = _step(FORWARD, n, dtype) or FORWARD_WIDE
+        return replace(found, held=min(found.held, -(-n // found.block)))
     return forward_settings(n, dtype)
 
 
@@ -76,12 +84,19 @@ def gated_chunk_settings(n: int, dtype: torch.dtype) -> RowSettings:
 
 
 @functools.cache
-def gated_backward_settings(n: int, dtype: torch.dtype) -> HoldingSettings | None:
-    """None: the group is too wide for one program. ``dtype`` is the widest of x, the gate and dY."""
-    if dtype.itemsize > 2 and n > WIDEST_BACKWARD_32:
-        return None
-    found = _step(BACKWARD, n, dtype)
-    return None if found is None else replace(found, holds=-(-n // found.block))
+def gated_backward_settings(n: int, dtype: torch.dtype, clusters: bool) -> HoldingSettings | None:
+    """Those for whole groups of ``n``; with ``clusters`` also those of wider ones, for the programs of a cluster. None:
+    the group is too wide. ``dtype`` is the widest of x, the gate and dY."""
+    found = None if dtype.itemsize > 2 and n > WIDEST_BACKWARD_32 else _step(BACKWARD, n, dtype)
+    if found is not None:
+        return replace(found, holds=-(-n // found.block))
+    spread = BACKWARD_CLUSTER if dtype.itemsize <= 2 else BACKWARD_CLUSTER_32
+    return spread if clusters and parts_of(n, spread) <= MOST_IN_A_CLUSTER else None
+
+
+def parts_of(n: int, settings: HoldingSettings) -> int:
+    """Over how many programs a group of ``n`` is spread."""
+    return -(-n // (settings.block * settings.holds))
 
 
 @functools.cache
