@@ -9,6 +9,7 @@ import torch
 from meshnorm.converting.convert import convert, revert
 from meshnorm.functional import add_rms_norm, rms_norm
 from meshnorm.functional_gated import gated_rms_norm
+from meshnorm.functional_qk import qk_rms_norm
 from meshnorm.module import AddRMSNorm, RMSNorm
 from meshnorm.module_gated import GatedRMSNorm
 
@@ -26,13 +27,14 @@ __all__ = [
     "convert",
     "gated_rms_norm",
     "plan",
+    "qk_rms_norm",
     "revert",
     "rms_norm",
 ]
 if not torch.distributed.is_available():
     # Plans speak of placements, which such a build of torch does not have.
-    __all__ = ["AddRMSNorm", "GatedRMSNorm", "RMSNorm", "add_rms_norm", "convert", "gated_rms_norm", "revert"]
-    __all__ += ["rms_norm"]
+    __all__ = ["AddRMSNorm", "GatedRMSNorm", "RMSNorm", "add_rms_norm", "convert", "gated_rms_norm"]
+    __all__ += ["qk_rms_norm", "revert", "rms_norm"]
 
 
 def __getattr__(name: str) -> Any:
