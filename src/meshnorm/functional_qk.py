@@ -34,7 +34,8 @@ def qk_rms_norm(
 
         q, k = rms_norm(q, q_weight, ...), rms_norm(k, k_weight, ...)
 
-    Bit for bit that, gradients included, on plain tensors. q and k may have any shapes, each its own: per head (Qwen3,
+    Bit for bit that on plain tensors, and their gradients (but for the order in which dW adds up rows that were
+    transposed). q and k may have any shapes, each its own: per head (Qwen3,
     Gemma3: ``(batch, sequence, heads, head_dim)``, or transposed to ``(batch, heads, sequence, head_dim)``, with
     weights of ``(head_dim,)``) or over all heads (OLMo2, OLMoE, MiniMax-M2: ``(batch, sequence, heads * head_dim)``).
     docs/qk.md says which arguments a model family has.
@@ -105,7 +106,8 @@ def _check_all_sharded(q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: 
         if not is_dtensor(plain):
             raise MixedTensorError(
                 f"{name} is a plain tensor but {other} or a weight is a DTensor: wrap it with DTensor.from_local("
-                f"{name}, mesh, placements), Replicate() on mesh dims whose ranks hold the same; or pass local tensors alone"
+                f"{name}, mesh, placements), with Replicate() on mesh dims whose ranks hold the same, or pass local "
+                f"tensors alone"
             )
     check_meshes(q, k, "k", "q")
     check_meshes(q, q_weight, "q_weight", "q")
