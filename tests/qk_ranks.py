@@ -106,6 +106,7 @@ def _plan(case: QKCase, mesh: DeviceMesh) -> Plan:
         k=parse_placements(case.x[1]),
         k_shape=case.shapes[1],
         k_weight=_for_plan(case.weight[1]),
+        k_normalized_shape=case.hidden(1),
         k_output_placements=_parsed(case.output[1]),
         dk_placements=_parsed(case.dy[1]),
         k_requires_grad=needs[1],
@@ -149,6 +150,8 @@ def _run(case: QKCase, mesh: DeviceMesh, expected: Plan, recorded: bool) -> Foun
             *leaves,  # type: ignore[arg-type]
             offset=case.offset,
             casting_mode=case.casting_mode,
+            q_normalized_shape=case.hidden(0),
+            k_normalized_shape=case.hidden(1),
             weight_grad=case.weight_grad,
             q_output_placements=_parsed(case.output[0]),
             k_output_placements=_parsed(case.output[1]),

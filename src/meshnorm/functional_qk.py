@@ -26,6 +26,8 @@ def qk_rms_norm(
     *,
     offset: float = 0.0,
     casting_mode: str = "llama",
+    q_normalized_shape: int | Sequence[int] | None = None,
+    k_normalized_shape: int | Sequence[int] | None = None,
     weight_grad: str = "auto",
     q_output_placements: Sequence[Placement] | None = None,
     k_output_placements: Sequence[Placement] | None = None,
@@ -48,9 +50,11 @@ def qk_rms_norm(
         q, k: shape ``(*rows, *normalized dims)``; both of one dtype, float64, float32, bfloat16 or float16, and on one
             device. Any strides: slices of a fused projection are read in place. Both plain tensors, or both DTensors on
             one mesh, each of any placements, not necessarily the other's.
-        q_weight, k_weight: the shape of what is normalized of q and of k. None for a norm over the last dim without a
-            weight, of either or both (Llama-4, NanoChat). As ``weight`` of ``rms_norm`` otherwise.
+        q_weight, k_weight: as ``weight`` of ``rms_norm``; None for a norm without weight, of either or both (Llama-4,
+            NanoChat).
         eps, offset, casting_mode, weight_grad: of both, as in ``rms_norm``.
+        q_normalized_shape, k_normalized_shape: the last dims of q and of k, which are normalized. Each defaults to the
+            weight's shape, or to the last dim where there is no weight.
         q_output_placements, k_output_placements: as ``output_placements`` of ``rms_norm``: how a partial q or k is
             reduced.
 
@@ -77,8 +81,8 @@ def qk_rms_norm(
     sharded = any(map(is_dtensor, (q, k, q_weight, k_weight)))
     if sharded:
         check_untransformed(q, k, q_weight, k_weight)
-    q_ndim = check_normalized(q, q_weight, None, "q", "q_weight")
-    k_ndim = check_normalized(k, k_weight, None, "k", "k_weight")
+    q_ndim = check_normalized(q, q_weight, q_normalized_shape, "q", "q_weight")
+    k_ndim = check_normalized(k, k_weight, k_normalized_shape, "k", "k_weight")
     numbers = eps, offset, casting_mode, "stats", weight_grad
     eps = check_numbers(q, q_weight, *numbers, "q", "q_weight")
     check_numbers(k, k_weight, *numbers, "k", "k_weight")

@@ -8,6 +8,8 @@ needed comes back as an empty tensor.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from meshnorm.rows import empty_like_contiguous, empty_per_row, flat_weight, row
 
 
 def rows_of(x: Tensor, ndim: int) -> int:
-    return x.shape[: x.ndim - ndim].numel()
+    return math.prod(x.shape[: x.ndim - ndim])  # a Size.numel() would be a constant to torch.compile
 
 
 def _rows(y: Tensor, ndim: int) -> Tensor:

@@ -129,6 +129,7 @@ def plan(
     k: Tensor | Sequence[Placement] | None = None,
     k_shape: Sequence[int] | None = None,
     k_weight: Tensor | str | Sequence[Placement] | None = "replicated",
+    k_normalized_shape: int | Sequence[int] | None = None,
     k_output_placements: Sequence[Placement] | None = None,
     dk_placements: Sequence[Placement] | None = None,
     k_requires_grad: bool = True,
@@ -162,10 +163,9 @@ def plan(
         gate_dtype: of the gate, where it is not given as a tensor. Defaults to x's.
         group_size: as in ``gated_rms_norm``.
         k: k's placements, or k itself: the plan is then that of ``qk_rms_norm``, and all of the above is of q.
-            ``normalized_shape`` is left out there.
-        k_shape, k_weight, k_output_placements, dk_placements, k_requires_grad, k_weight_requires_grad: of k, as x's
-            shape, ``weight``, ``output_placements``, ``dy_placements``, ``x_requires_grad``, ``weight_requires_grad``.
             An output that is not used needs no gradient.
+        k_shape, k_weight, k_normalized_shape, k_output_placements, dk_placements, k_requires_grad,
+            k_weight_requires_grad: of k, as x's shape, ``weight``, ``normalized_shape`` and so on are of q.
 
     Example:
         >>> print(plan((8, 8192, 4096), [Shard(0), Shard(1)], {"dp": 2, "cp": 4}))  # doctest: +ELLIPSIS
@@ -203,7 +203,7 @@ def plan(
             *(x_requires_grad, weight_requires_grad),
         )
         of_k = (k_output_placements, dk_placements), (k_requires_grad, k_weight_requires_grad)
-        side = side_of_k(k, k_shape, facts, dtype, k_weight, weight_dtype, *of_k, coordinate)
+        side = side_of_k(k, k_shape, facts, dtype, k_weight, weight_dtype, k_normalized_shape, *of_k, coordinate)
         return qk_plan(facts, q, side, dtype, weight_grad, at, hidden)
     if gate is not None or group_size is not None:
         from meshnorm.planning_gated import gated_plan

@@ -56,6 +56,7 @@ def side_of_k(
     dtype: torch.dtype,
     weight: Any,
     weight_dtype: torch.dtype | None,
+    normalized_shape: int | Sequence[int] | None,
     placements: tuple[Sequence[Any] | None, Sequence[Any] | None],
     needs: tuple[bool, bool],
     coordinate: Sequence[int] | None,
@@ -72,7 +73,7 @@ def side_of_k(
         raise PlacementError("k is given by its placements: give k_shape too")
     shape = tuple(int(size) for size in shape)
     _check_sizes(shape, dict(zip(mesh.names, mesh.sizes, strict=True)), dtype, coordinate)
-    normalized = _normalized(shape, weight, None)
+    normalized = _normalized(shape, weight, normalized_shape)
     weight_placement, dtype_of_weight = _weight(weight, len(mesh.sizes), weight_dtype or dtype)
     if isinstance(weight_placement, tuple):
         weight_placement = normalize(weight_placement, len(normalized), mesh, "k_weight")
