@@ -1,4 +1,4 @@
-"""The norms of q and k on plain tensors: each right to rounding and bit for bit the norm alone, in one pass each way."""
+"""The norms of q and k on plain tensors: each right to rounding and bit for bit the norm alone, one pass each way."""
 
 from __future__ import annotations
 
