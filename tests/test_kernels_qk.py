@@ -104,11 +104,11 @@ def check(q: Case, k: Case, **options: Any) -> None:
 
 
 # Widths that share launches; the others take their own.
-SHARED = [(64, 64), (100, 100), (128, 128), (1000, 1000), (600, 1000)]
+SHARED = [(64, 64), (100, 100), (128, 128), (600, 1000)]
 
 
 @pytest.mark.parametrize("n", [*SHARED, (128, 64), (1000, 128)], ids=str)
-@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F32, F64], ids=str)
 def test_both_are_right_and_have_the_bits_of_each_alone(n: tuple[int, int], dtype: torch.dtype) -> None:
     many = (66, 21) if max(n) < 600 else (7, 5)
     for rows, weights in ((many, (dtype, F32)), ((1, 9), (None, dtype)), ((7, 2), (None, None))):
