@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshnorm import kernels, ops
-from meshnorm.kernels import exchange, gpu, gpu_chunks, gpu_split, launching, replay
+from meshnorm.kernels import exchange, gpu, gpu_chunks, gpu_qk, gpu_split, launching, replay
 
 
 class Launch(NamedTuple):
@@ -106,7 +106,7 @@ def what_an_h200_is_asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
         named = dict(zip(names, arguments, strict=False)), dict(zip(names[count:], constants, strict=True))
         asked.append(Asked(kernel.fn.__name__, grid, *named, options))
 
-    for module in (gpu, gpu_chunks, gpu_split):
+    for module in (gpu, gpu_chunks, gpu_split, gpu_qk):
         monkeypatch.setattr(module, "launch", launch)
         monkeypatch.setattr(module, "has_ptx", lambda device: True)
     for module in (gpu, gpu_chunks):

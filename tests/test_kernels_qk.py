@@ -182,10 +182,7 @@ def test_every_kind_of_kernel_on_a_gpu(n: tuple[int, int], dtype: torch.dtype) -
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
-    found = what_an_h200_is_asked(monkeypatch)
-    for name in ("has_ptx", "launch"):
-        monkeypatch.setattr(gpu_qk, name, getattr(gpu, name))
-    return found
+    return what_an_h200_is_asked(monkeypatch)
 
 
 def _launched(asked: list[Asked], q: tuple[int, int], k: tuple[int, int], dtype: torch.dtype = BF16) -> dict[str, list]:
