@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshnorm.kernels import cpu, gpu, gpu_backward, gpu_chunks, settings
+from meshnorm.kernels import cpu, gpu, gpu_backward, gpu_chunks, gpu_qk, settings
 
 PLANTED = "planted errors"
 DEVICE = "cuda"
@@ -37,6 +37,7 @@ WIDTHS = {
     "clusters": (16384, 17000, 18432, 20001, 24576, 40000, 49152, 65536),  # of 2, 3, 3, 4, 4, 5, 8 and 8 programs
     "forward_wide": (1000, 1024, 2048, 2880, 4096, 5120, 8192, 12288, 17001, 20001, 32768, 40001, 65536, 70001, 131072),
     "backward": (*NARROW, 1000, 1024, 2048, 4096, 4097, 7168, 8192, 12288),
+    "qk": (17, 64, 100, 128, 256, 512, 1000, 1024, 2048, 4096, 8192),
     "split_forward": (131080, 140001, 196608, 262144),
     "split_backward": (65544, 70001, 98304, 131072),
 }
@@ -89,6 +90,7 @@ OTHERS = {
         Launch(12, 65536, "float32"),  # 16
     ),
     "slices": (Launch(6, 1000, "float64"), Launch(6, 9000, "float64", x="heads")),
+    "qk": (Launch(6, 100, "float64"), Launch(60, 512, "float32", x="odd")),
     "split_forward": (Launch(6, 40000, "float32"), Launch(6, 65544, "float32", x="heads")),
     "split_backward": (Launch(6, 65544, "float32"),),
 }
@@ -123,7 +125,7 @@ def belongs(group: str, launch: Launch) -> bool:
             return not split and n > settings.forward_settings(n, dtype).block
         case "split_forward":
             return may_split and settings.forward_split_settings(n, dtype) is not None
-        case "backward":
+        case "backward" | "qk":
             return not parts and settings.backward_settings(n, dtype) is not None
         case "chunks":
             return parts == 1
@@ -157,7 +159,7 @@ def run(group: str, shard: int, shards: int) -> None:
             _sum(p, n)
     else:
         for launch in list(launches(group))[shard::shards]:
-            _run(group, launch)
+            _run_qk(launch) if group == "qk" else _run(group, launch)
     print(f"{group}: all launches done, results right")
 
 
@@ -247,6 +249,67 @@ def _run(group: str, launch: Launch) -> None:
         check("dX", dx, dxc)
     if needs_dw:
         check("dW", dw, dwc)
+
+
+def _run_qk(launch: Launch) -> None:
+    """Two norms of as many columns at once: q as the launch says, k of half as many rows, one after another."""
+    needs_dx, needs_dw = "dx" in launch.want, "dw" in launch.want and launch.weight != "none"
+    halves = [_Half(launch, launch.m, launch.x, launch.dy), _Half(launch, launch.m // 2, "contiguous", "contiguous")]
+    options, offset, n = (1e-6, launch.offset, launch.mode), launch.offset, launch.n
+
+    def given(*names: str) -> list[tuple]:
+        return [tuple(half.found[name] for name in names) for half in halves]
+
+    def gradients() -> list[tuple]:
+        wanted = given("dx", "dw")
+        return [(dx if needs_dx else None, dw if needs_dw else None) for dx, dw in wanted]
+
+    def check(*names: str) -> None:
+        for half in halves:
+            for name in names:
+                half.check(name)
+
+    of_gradients = [name for name, needs in (("dx", needs_dx), ("dw", needs_dw)) if needs]
+    gpu_qk.forward(given("x", "weight", "y", "rstd"), *options)
+    check("y", "rstd")
+    gpu_qk.statistic(given("x", "total"))
+    applied = zip(given("x", "weight", "total"), given("y", "rstd"), strict=True)
+    gpu_qk.apply([(*tensors, n, *outputs) for tensors, outputs in applied], *options)
+    check("total", "y", "rstd")
+    saved = given("dy", "x", "weight", "rstd")
+    gpu_qk.backward([(*tensors, *each) for tensors, each in zip(saved, gradients(), strict=True)], offset)
+    check(*of_gradients)
+    gpu_qk.backward_statistic(given("dy", "x", "weight", "rstd", "c"), offset)
+    check("c")
+    summed = zip(given("dy", "x", "weight", "rstd", "c"), gradients(), strict=True)
+    gpu_qk.backward_apply([(*tensors, n, *each) for tensors, each in summed], offset)
+    check(*of_gradients)
+
+
+class _Half:
+    """One of two norms: its tensors on the GPU, and what is expected of them."""
+
+    def __init__(self, launch: Launch, m: int, x_lies: str, dy_lies: str) -> None:
+        self.launch, n, dtype = launch, launch.n, getattr(torch, launch.dtype)
+        acc = torch.float64 if dtype == torch.float64 else torch.float32
+        x, dy = rows(x_lies, m, n, dtype), rows(dy_lies, m, n, dtype)
+        weight = None
+        if launch.weight != "none":
+            weight = torch.randn(n).to(dtype if launch.weight == "same" else torch.float32)
+        y, dx = (torch.empty(m, n, dtype=dtype) for _ in range(2))
+        rstd, total, c = (torch.empty(m, dtype=acc) for _ in range(3))
+        dw = torch.empty(n, dtype=dtype if weight is None else weight.dtype)
+        cpu.forward(x, weight, 1e-6, launch.offset, launch.mode, y, rstd)
+        cpu.statistic(x, total)
+        cpu.backward(dy, x, weight, rstd, launch.offset, dx, dw)
+        cpu.backward_statistic(dy, x, weight, rstd, launch.offset, c)
+        self.expected = {"y": y, "rstd": rstd, "total": total, "c": c, "dx": dx, "dw": dw}
+        self.found = {name: torch.empty_like(tensor, device=DEVICE) for name, tensor in self.expected.items()}
+        self.found |= {"x": on_gpu(x), "dy": on_gpu(dy), "weight": None if weight is None else weight.to(DEVICE)}
+
+    def check(self, name: str) -> None:
+        limit = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4, "float64": 1e-10}[self.launch.dtype]
+        _check(f"qk, {self.launch}", name, self.expected[name], self.found[name], limit)
 
 
 def rows(kind: str, m: int, n: int, dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,7 @@ from meshnorm.kernels import (
     gpu_backward,
     gpu_chunks,
     gpu_gated,
+    gpu_qk,
     gpu_split,
     launching,
     replay,
@@ -117,13 +118,13 @@ def what_an_h200_is_asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
         named = dict(zip(names, arguments, strict=False)), dict(zip(names[count:], constants, strict=True))
         asked.append(Asked(kernel.fn.__name__, grid, *named, options))
 
-    for module in (tiles, gpu_backward, gpu_chunks, gpu_split, gpu_gated):
+    for module in (tiles, gpu_backward, gpu_chunks, gpu_split, gpu_gated, gpu_qk):
         monkeypatch.setattr(module, "launch", launch)
-    for module in (gpu, gpu_backward, gpu_chunks, gpu_split, gpu_gated):
+    for module in (gpu, gpu_backward, gpu_chunks, gpu_split, gpu_gated, gpu_qk):
         monkeypatch.setattr(module, "has_ptx", lambda device: True)
-    for module in (gpu_backward, gpu_chunks, gpu_gated):
+    for module in (gpu_backward, gpu_chunks, gpu_gated, gpu_qk):
         monkeypatch.setattr(module, "has_clusters", lambda device: True)
-    for module in (gpu, gpu_backward, gpu_gated):
+    for module in (gpu, gpu_backward, gpu_gated, gpu_qk):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
         monkeypatch.setattr(module, "shared_memory_of", lambda device: 227 * 1024)
     for module in (gpu_chunks, gpu_gated):

@@ -246,6 +246,6 @@ def test_text_that_is_no_mesh_is_refused(text):
 
 def test_the_public_names():
     names = {"AddRMSNorm", "Collective", "Plan", "RMSNorm", "add_rms_norm", "convert", "plan", "revert", "rms_norm"}
-    names |= {"GatedRMSNorm", "gated_rms_norm"}
+    names |= {"GatedRMSNorm", "QKRMSNorm", "gated_rms_norm", "qk_rms_norm"}
     assert set(meshnorm.__all__) == names
     assert all(hasattr(meshnorm, name) for name in meshnorm.__all__)

@@ -49,7 +49,7 @@ def test_every_kernel_of_the_package_is_watched(sanitize: ModuleType) -> None:
 
 SIX = ("forward", "statistic", "apply", "backward", "backward_statistic", "backward_apply")
 SPLIT = ["split_forward", "split_backward"]
-KINDS = ["forward", "forward_wide", "backward", "chunks", "clusters", "slices", *SPLIT]
+KINDS = ["forward", "forward_wide", "backward", "qk", "chunks", "clusters", "slices", *SPLIT]
 
 
 def test_the_groups_are_those_that_are_tested_here(launching: ModuleType) -> None:
@@ -96,6 +96,11 @@ RUN = {
     "chunks": {"backward_chunks_kernel", "sum_partials_kernel"},
     "clusters": {"backward_chunks_kernel", "sum_partials_kernel"},
     "slices": {*OF_SLICES, "sum_partials_kernel"},
+    "qk": {
+        *("qk_forward_kernel", "qk_forward_wide_kernel", "qk_statistic_kernel", "qk_apply_kernel"),
+        *("qk_backward_kernel", "qk_backward_statistic_kernel", "qk_backward_apply_kernel"),
+        *("qk_sum_partials_kernel",),
+    },
     "split_forward": {"forward_split_kernel"},
     # Where x is frozen a split row needs no exchange.
     "split_backward": {"backward_split_kernel", "backward_apply_kernel", "sum_partials_kernel"},

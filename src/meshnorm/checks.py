@@ -54,7 +54,13 @@ def check_untransformed(*tensors: Tensor | None) -> None:
         )
 
 
-def check_normalized(x: Tensor, weight: Tensor | None, normalized_shape: int | Sequence[int] | None) -> int:
+def check_normalized(
+    x: Tensor,
+    weight: Tensor | None,
+    normalized_shape: int | Sequence[int] | None,
+    x_name: str = "x",
+    weight_name: str = "weight",
+) -> int:
     """How many dims are normalized, all shapes having been checked."""
     if normalized_shape is None:
         shape = tuple(weight.shape) if weight is not None else tuple(x.shape[-1:])
@@ -70,21 +76,22 @@ def check_normalized(x: Tensor, weight: Tensor | None, normalized_shape: int | S
             ) from None
     if not shape:
         raise NormalizedShapeError(
-            "there is no dim to normalize: x or the weight has no dims; RMSNorm needs at least one normalized dim"
+            f"there is no dim to normalize: {x_name} or the weight has no dims; RMSNorm needs at least one normalized "
+            f"dim"
         )
     if weight is not None and tuple(weight.shape) != shape:
         raise WeightShapeError(
-            f"weight has shape {tuple(weight.shape)}, but normalized_shape is {shape}: they must be equal"
+            f"{weight_name} has shape {tuple(weight.shape)}, but normalized_shape is {shape}: they must be equal"
         )
     ndim = len(shape)
     if tuple(x.shape[x.ndim - ndim :] if ndim <= x.ndim else ()) != shape:
         if normalized_shape is None and weight is not None:
             raise WeightShapeError(
-                f"weight has shape {shape}, but the last dims of x, of shape {tuple(x.shape)}, differ: pass a weight "
-                f"of the shape of the dims that are to be normalized"
+                f"{weight_name} has shape {shape}, but the last dims of {x_name}, of shape {tuple(x.shape)}, differ: "
+                f"pass a weight of the shape of the dims that are to be normalized"
             )
         raise NormalizedShapeError(
-            f"normalized_shape is {shape}, but x has shape {tuple(x.shape)}, whose last dims differ"
+            f"normalized_shape is {shape}, but {x_name} has shape {tuple(x.shape)}, whose last dims differ"
         )
     if 0 in shape:
         raise NormalizedShapeError(
@@ -94,22 +101,37 @@ def check_normalized(x: Tensor, weight: Tensor | None, normalized_shape: int | S
 
 
 def check_numbers(
-    x: Tensor, weight: Tensor | None, eps: float | None, offset: float, casting_mode: str, hidden: str, weight_grad: str
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    offset: float,
+    casting_mode: str,
+    hidden: str,
+    weight_grad: str,
+    x_name: str = "x",
+    weight_name: str = "weight",
 ) -> float:
     """eps as a float, all dtypes, devices and options having been checked."""
     if x.dtype not in DTYPES:
-        raise DTypeError(f"x has dtype {x.dtype}: RMSNorm takes float64, float32, bfloat16 or float16; cast x first")
+        raise DTypeError(
+            f"{x_name} has dtype {x.dtype}: RMSNorm takes float64, float32, bfloat16 or float16; cast it first"
+        )
     if x.layout is not torch.strided:
-        raise TensorLayoutError(f"x is {x.layout}: RMSNorm takes strided tensors; densify x, or take its values")
+        raise TensorLayoutError(
+            f"{x_name} is {x.layout}: RMSNorm takes strided tensors; densify it, or take its values"
+        )
     if weight is not None:
         if weight.dtype not in DTYPES:
             raise DTypeError(
-                f"weight has dtype {weight.dtype}: RMSNorm takes float64, float32, bfloat16 or float16; cast it first"
+                f"{weight_name} has dtype {weight.dtype}: RMSNorm takes float64, float32, bfloat16 or float16; "
+                f"cast it first"
             )
         if weight.layout is not torch.strided:
-            raise TensorLayoutError(f"weight is {weight.layout}: RMSNorm takes strided tensors; densify it")
+            raise TensorLayoutError(f"{weight_name} is {weight.layout}: RMSNorm takes strided tensors; densify it")
         if weight.device != x.device:
-            raise DeviceError(f"weight is on {weight.device} but x is on {x.device}: move one to the other's device")
+            raise DeviceError(
+                f"{weight_name} is on {weight.device} but {x_name} is on {x.device}: move one to the other's device"
+            )
     if eps is None:
         eps = torch.finfo(accumulation_dtype(x.dtype)).eps
     if not _is_within(eps, 0.0):
@@ -155,11 +177,19 @@ def check_residual(x: Tensor, residual: Tensor) -> None:
         )
 
 
-def check_meshes(x: Any, other: Any, name: str) -> None:
+def check_beside(q: Tensor, k: Tensor) -> None:
+    """That k, whose own checks have passed, can be normalized together with q."""
+    if q.dtype != k.dtype:
+        raise DTypeError(f"k has dtype {k.dtype} but q has {q.dtype}: cast one to the other's, or norm each by itself")
+    if q.device != k.device:
+        raise DeviceError(f"k is on {k.device} but q is on {q.device}: move one to the other's device")
+
+
+def check_meshes(x: Any, other: Any, name: str, x_name: str = "x") -> None:
     if is_dtensor(other) and other.device_mesh != x.device_mesh:
         raise MeshMismatchError(
-            f"{name} is on {other.device_mesh} but x is on {x.device_mesh}: redistribute or rebuild one of them on "
-            f"the other's mesh"
+            f"{name} is on {other.device_mesh} but {x_name} is on {x.device_mesh}: redistribute or rebuild one of them "
+            f"on the other's mesh"
         )
 
 

@@ -115,6 +115,11 @@ class Route:
         return self.weight == "plain" or not self.weight_is_aligned
 
 
+def belonging(name: str, what: str) -> str:
+    """What belongs to x is called ``what``; to another, as in "q_weight"."""
+    return what if name == "x" else f"{name}_{what}"
+
+
 def normalize(placements: Sequence[Placement], ndim: int, mesh: Mesh, what: str) -> Placements:
     """Placements with dims counted from the front, checked against the mesh and the tensor's rank."""
     if len(placements) != len(mesh.sizes):
@@ -155,6 +160,7 @@ def route_of(
     weight_grad: str = "auto",
     output_placements: Placements | None = None,
     weight_requires_grad: bool = True,
+    name: str = "x",
 ) -> Route:
     """The route of a norm over the last ``normalized_ndim`` of ``ndim`` dims of an x with placements ``x``.
 
@@ -162,7 +168,8 @@ def route_of(
     ``output_placements`` differs from what the layout table gives, other than in how a partial x is reduced.
     """
     rows_ndim = ndim - normalized_ndim
-    resolved = resolve_partial(mesh, x, ndim, output_placements)
+    asking = f"{belonging(name, 'output_placements')} asks for"
+    resolved = resolve_partial(mesh, x, ndim, output_placements, asking, name)
     kinds = [_kind(mesh, resolved, dim, rows_ndim, ndim) for dim in range(len(resolved))]
     row_dims = tuple(dim for dim, kind in enumerate(kinds) if kind == "row")
     hidden_dims = tuple(dim for dim, kind in enumerate(kinds) if kind == "hidden")
@@ -172,7 +179,7 @@ def route_of(
     hidden_chains = chains(resolved, mesh.sizes, ndim)[rows_ndim:]
     if gathers:
         y = tuple(Replicate() if (d := shard_dim(p, ndim)) is not None and d >= rows_ndim else p for p in resolved)
-    check_output(mesh, x, y, output_placements, ndim, rows_ndim, gathers)
+    check_output(mesh, x, y, output_placements, ndim, rows_ndim, gathers, name)
 
     statistic_steps: tuple[Step, ...] = ()
     if not gathers:
@@ -308,7 +315,14 @@ def resolve_partial(
 
 
 def check_output(
-    mesh: Mesh, x: Placements, y: Placements, output: Placements | None, ndim: int, rows_ndim: int, gathers: bool
+    mesh: Mesh,
+    x: Placements,
+    y: Placements,
+    output: Placements | None,
+    ndim: int,
+    rows_ndim: int,
+    gathers: bool,
+    name: str = "x",
 ) -> None:
     if output is None:
         return
@@ -316,13 +330,14 @@ def check_output(
         if wanted == given:
             continue
         held = shard_dim(x[dim], ndim)
-        way_out = "leave it as x is and redistribute y"
-        if held is not None and held >= rows_ndim and not gathers:
+        way_out = f"leave it as {name} is and redistribute y"
+        if held is not None and held >= rows_ndim and not gathers and name == "x":
             way_out = 'pass hidden="gather" for a replicated y, or leave it as x is'
         elif gathers:
             way_out = 'hidden="gather" gives Replicate() there'
         raise UnreachableLayoutError(
-            f"output_placements asks for {wanted} on mesh dim {mesh.names[dim]!r}, but x is {x[dim]} there and the "
+            f"{belonging(name, 'output_placements')} asks for {wanted} on mesh dim {mesh.names[dim]!r}, but {name} is "
+            f"{x[dim]} there and the "
             f"norm keeps its layout, which gives {given}: {way_out}"
         )
 

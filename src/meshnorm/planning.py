@@ -58,6 +58,8 @@ class Plan:
             has its gradient where x has: in ``dx``. None for ``rms_norm``.
         gate, group_size: of ``gated_rms_norm``: the gate's placements, whose gradient lies where x's does, and how many
             numbers are normalized together. None for the others.
+        k: of ``qk_rms_norm``: k's own plan but for what is communicated, which is all in this one, q's. None for the
+            others.
     """
 
     shape: tuple[int, ...]
@@ -76,8 +78,13 @@ class Plan:
     residual: Placements | None = None
     gate: Placements | None = None
     group_size: int | None = None
+    k: Plan | None = None
 
     def __str__(self) -> str:
+        if self.k is not None:
+            from meshnorm.planning_qk import qk_words
+
+            return qk_words(self, self.k)
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh)
         added = "" if self.residual is None else " + residual"
         if self.group_size is not None:
@@ -119,9 +126,18 @@ def plan(
     gate: Tensor | Sequence[Placement] | None = None,
     gate_dtype: torch.dtype | None = None,
     group_size: int | None = None,
+    k: Tensor | Sequence[Placement] | None = None,
+    k_shape: Sequence[int] | None = None,
+    k_weight: Tensor | str | Sequence[Placement] | None = "replicated",
+    k_normalized_shape: int | Sequence[int] | None = None,
+    k_output_placements: Sequence[Placement] | None = None,
+    dk_placements: Sequence[Placement] | None = None,
+    k_requires_grad: bool = True,
+    k_weight_requires_grad: bool = True,
 ) -> Plan:
-    """The plan of ``rms_norm``, or with a residual of ``add_rms_norm``, or with a gate or a group size of
-    ``gated_rms_norm``, for a layout: placements of y, dX and dW, and the collectives of both passes in bytes.
+    """The plan of ``rms_norm`` for a layout: placements of y, dX and dW, and the collectives of both passes in bytes.
+    With a residual that of ``add_rms_norm``, with a gate or a group size of ``gated_rms_norm``, with k of
+    ``qk_rms_norm``.
 
     It is pure arithmetic: no process group is needed, so that a laptop can plan a mesh of any size.
 
@@ -146,6 +162,10 @@ def plan(
             ``x_requires_grad`` is whether what is normalized needs a gradient: x, or a gate before the norm.
         gate_dtype: of the gate, where it is not given as a tensor. Defaults to x's.
         group_size: as in ``gated_rms_norm``.
+        k: k's placements, or k itself: the plan is then that of ``qk_rms_norm``, and all of the above is of q.
+            An output that is not used needs no gradient.
+        k_shape, k_weight, k_normalized_shape, k_output_placements, dk_placements, k_requires_grad,
+            k_weight_requires_grad: of k, as x's shape, ``weight``, ``normalized_shape`` and so on are of q.
 
     Example:
         >>> print(plan((8, 8192, 4096), [Shard(0), Shard(1)], {"dp": 2, "cp": 4}))  # doctest: +ELLIPSIS
@@ -173,6 +193,18 @@ def plan(
     at = tuple(coordinate) if coordinate is not None else (0,) * len(facts.sizes)
     dy = None if dy_placements is None else normalize(dy_placements, len(shape), facts, "dy_placements")
     layout = (facts, x_placements, len(shape), len(normalized), weight_placement, weight_grad, output)
+    if k is not None:
+        from meshnorm.planning_qk import Side, qk_plan, side_of_k
+
+        if residual is not None or gate is not None or group_size is not None:
+            raise OptionError("k stands beside a residual or a gate: no norm has both, so leave one of them out")
+        q = Side(
+            *(shape, x_placements, len(normalized), weight_placement, dtype_of_weight, output, dy),
+            *(x_requires_grad, weight_requires_grad),
+        )
+        of_k = (k_output_placements, dk_placements), (k_requires_grad, k_weight_requires_grad)
+        side = side_of_k(k, k_shape, facts, dtype, k_weight, weight_dtype, k_normalized_shape, *of_k, coordinate)
+        return qk_plan(facts, q, side, dtype, weight_grad, at, hidden)
     if gate is not None or group_size is not None:
         from meshnorm.planning_gated import gated_plan
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from meshnorm import dtensors
 from meshnorm.errors import PlacementError
-from meshnorm.layout import Mesh, Placements, Route, WeightPlacement, normalize, route_of
+from meshnorm.layout import Mesh, Placements, Route, WeightPlacement, belonging, normalize, route_of
 from meshnorm.layout_add import AddRoute, add_route_of
 from meshnorm.layout_gated import GatedRoute, gated_route_of
 from meshnorm.meshes import describe
@@ -24,10 +24,12 @@ def route_for(
     hidden: str,
     weight_grad: str,
     output_placements: Sequence[Placement] | None,
+    name: str = "x",
 ) -> Route:
-    """The route of this call. Reads metadata alone, so that a refused call is refused on every rank alike."""
-    check_order(x, "x")
-    check_order(weight, "weight")
+    """The route of this call. Reads metadata alone, so that a refused call is refused on every rank alike. ``name`` is
+    that of x in refusals; another than "x" stands before the names of what belongs to it."""
+    check_order(x, name)
+    check_order(weight, belonging(name, "weight"))
     return _route(
         describe(x.device_mesh),
         x.placements,
@@ -38,6 +40,7 @@ def route_for(
         weight_grad,
         _output(output_placements),
         weight is not None and weight.requires_grad,
+        name,
     )
 
 
@@ -134,14 +137,15 @@ def _route(
     weight_grad: str,
     output: Placements | None,
     weight_requires_grad: bool,
+    name: str,
 ) -> Route:
     """``route_of`` for placements as torch gives them."""
     if isinstance(weight, tuple):
-        weight = normalize(weight, ndim, mesh, "weight")
+        weight = normalize(weight, ndim, mesh, belonging(name, "weight"))
     if output is not None:
-        output = normalize(output, x_ndim, mesh, "output_placements")
-    x = normalize(x, x_ndim, mesh, "x")
-    return route_of(mesh, x, x_ndim, ndim, weight, hidden, weight_grad, output, weight_requires_grad)
+        output = normalize(output, x_ndim, mesh, belonging(name, "output_placements"))
+    x = normalize(x, x_ndim, mesh, name)
+    return route_of(mesh, x, x_ndim, ndim, weight, hidden, weight_grad, output, weight_requires_grad, name)
 
 
 @lru_cache(maxsize=4096)

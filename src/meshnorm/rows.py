@@ -40,6 +40,25 @@ def row_view(x: Tensor, ndim: int) -> Tensor:
     return x.as_strided((a, b, n), (a_stride, b_stride, 1))
 
 
+def memory_order(x: Tensor, normalized_ndim: int) -> tuple[int, ...] | None:
+    """x's dims, those of rows in the order of their strides, the largest first; None where they are in it.
+
+    With it y gets the strides that torch's elementwise operations give it: queries that were transposed to
+    (batch, heads, sequence, head_dim) stay so, and a ``view`` that reads them back works as before.
+    """
+    if x.is_contiguous():
+        return None
+    strides = x.stride()[: x.ndim - normalized_ndim]
+    order = list(range(x.ndim))
+    for last in range(len(strides) - 1, 0, -1):  # sorted by hand, since torch.compile sorts no symbolic sizes
+        for dim in range(last):
+            if strides[order[dim]] < strides[order[dim + 1]]:
+                order[dim], order[dim + 1] = order[dim + 1], order[dim]
+    if order == list(range(x.ndim)) or any(stride == 0 for stride in strides):
+        return None
+    return tuple(order)
+
+
 def flat_weight(weight: Tensor | None) -> Tensor | None:
     """The weight as a contiguous vector."""
     if weight is None:

@@ -283,9 +283,19 @@ def local_gradient(dy: Tensor, norm: ShardedNorm, of: str) -> Tensor:
 
 def finish_dw(dw: Tensor, route: Route, hidden_shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
     """The local part of dW as the route places it: summed if the route sums it, then cast, then cut to size."""
-    if route.sums_whole_weight and route.splits_hidden:
-        dw = embedded(dw, route.hidden_chains, hidden_shape, mesh)
-    dw = summed(dw, route.dw_steps, mesh).to(dtype)
+    return placed_dw(summed(whole_dw(dw, route, hidden_shape, mesh), route.dw_steps, mesh), route, dtype, mesh)
+
+
+def whole_dw(dw: Tensor, route: Route, hidden_shape: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
+    """dW at the size at which the route sums it."""
+    return (
+        embedded(dw, route.hidden_chains, hidden_shape, mesh) if route.sums_whole_weight and route.splits_hidden else dw
+    )
+
+
+def placed_dw(dw: Tensor, route: Route, dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
+    """dW, summed, as the route places it."""
+    dw = dw.to(dtype)
     if route.weight != "plain" and not route.weight_is_aligned:
         assert route.weight_move is not None
         dw = cut(dw, route.weight_move.have, mesh).contiguous()

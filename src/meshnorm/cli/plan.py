@@ -43,6 +43,9 @@ def add_to(verbs: Any) -> None:
     parser.add_argument("--gate", help="the gate's placements: the plan is that of gated_rms_norm")
     parser.add_argument("--gate-dtype", choices=list(DTYPE_NAMES), metavar="DTYPE", help="defaults to x's")
     parser.add_argument("--group-size", type=int, help="of gated_rms_norm: the numbers that are normalized together")
+    parser.add_argument("--k", help="k's placements: the plan is that of qk_rms_norm, and x is q")
+    parser.add_argument("--k-shape", help="k's global shape")
+    parser.add_argument("--k-weight", default="replicated", help="as --weight, of k")
     parser.add_argument("--weight", default="replicated", help='"replicated" (default), "plain", "none" or placements')
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPE_NAMES), metavar="DTYPE", help="x's dtype")
     parser.add_argument("--weight-dtype", choices=list(DTYPE_NAMES), metavar="DTYPE", help="defaults to x's")
@@ -58,9 +61,6 @@ def run(options: argparse.Namespace) -> int:
     from meshnorm.planning import plan
 
     shape = parse_shape(options.shape)
-    weight: Any = {"none": None, "replicated": "replicated", "plain": "plain"}.get(options.weight, options.weight)
-    if weight not in (None, "replicated", "plain"):
-        weight = parse_placements(weight)
     if not 1 <= options.normalized_dims <= len(shape):
         raise OptionError(f"--normalized-dims is {options.normalized_dims}, but the shape has {len(shape)} dims")
     print(
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
             shape,
             parse_placements(options.x),
             parse_mesh(options.mesh),
-            weight=weight,
+            weight=_weight(options.weight),
             dtype=DTYPE_NAMES[options.dtype],
             weight_dtype=DTYPE_NAMES.get(options.weight_dtype),
             normalized_shape=shape[len(shape) - options.normalized_dims :],
@@ -80,6 +80,18 @@ def run(options: argparse.Namespace) -> int:
             gate=parse_placements(options.gate) if options.gate else None,
             gate_dtype=DTYPE_NAMES.get(options.gate_dtype),
             group_size=options.group_size,
+            k=parse_placements(options.k) if options.k else None,
+            k_shape=parse_shape(options.k_shape) if options.k_shape else None,
+            k_weight=_weight(options.k_weight),
         )
     )
     return 0
+
+
+def _weight(text: str) -> Any:
+    """What ``plan`` takes for a weight."""
+    from meshnorm.notation import parse_placements
+
+    if text in ("replicated", "plain"):
+        return text
+    return None if text == "none" else parse_placements(text)

@@ -25,6 +25,7 @@ from meshnorm.checks import is_dtensor
 from meshnorm.converting.promoted import scaled
 from meshnorm.converting.recipe import APART, RAISED, Recipe
 from meshnorm.functional import rms_norm
+from meshnorm.rows import memory_order
 
 
 class Converted:
@@ -61,7 +62,7 @@ def computed(module: Any, recipe: Recipe, x: Tensor) -> Tensor | None:
         shape = tuple(x.shape[-1:]) if weight is None else tuple(weight.shape)
     if x.shape[-len(shape) :] != shape or any(getattr(module, name) != value for name, value in recipe.fixed):
         return None
-    order = None if x.is_contiguous() or is_dtensor(x) else _memory_order(x, len(shape))
+    order = None if is_dtensor(x) else memory_order(x, len(shape))
     if order is not None:  # rows may be taken in any order: in that in which they lie, none is copied
         x = x.permute(order)
     way, dtype = found
@@ -79,23 +80,6 @@ def computed(module: Any, recipe: Recipe, x: Tensor) -> Tensor | None:
     if way == APART and weight is not None:
         y = scaled(y, weight, recipe.weight_grad)
     return y if order is None else y.permute(tuple(map(order.index, range(x.ndim))))
-
-
-def _memory_order(x: Tensor, normalized_ndim: int) -> tuple[int, ...] | None:
-    """x's dims, those of rows in the order of their strides, the largest first; None where they are in it.
-
-    With it y gets the strides that torch's elementwise operations give it: queries that were transposed to
-    (batch, heads, sequence, head_dim) stay so, and a ``view`` that reads them back works as before.
-    """
-    strides = x.stride()[: x.ndim - normalized_ndim]
-    order = list(range(x.ndim))
-    for last in range(len(strides) - 1, 0, -1):  # sorted by hand, since torch.compile sorts no symbolic sizes
-        for dim in range(last):
-            if strides[order[dim]] < strides[order[dim + 1]]:
-                order[dim], order[dim + 1] = order[dim + 1], order[dim]
-    if order == list(range(x.ndim)) or any(stride == 0 for stride in strides):
-        return None
-    return tuple(order)
 
 
 def described(recipe: Recipe) -> str:

@@ -161,7 +161,7 @@ def _launch_gradients(
         partial = scratch((programs, n), rstd.dtype, x.device)
     ptx = has_ptx(x.device)
     lean = (tile.block >= LEAN_FROM and ptx, ptx) if kernel is backward_kernel else ()
-    stages = stages_of(tile, _loaded(x, dy, passed[0]), shared_memory_of(x.device))
+    stages = stages_of(tile, loaded_bytes(x, dy, passed[0]), shared_memory_of(x.device))
     launch_tile(
         kernel,
         (programs, chunks),
@@ -190,7 +190,7 @@ def _launch_chunk_gradients(
     own = torch.empty_like(dx) if dx is not None and dx.data_ptr() % 16 else dx  # as in _launch_gradients
     allowed = allowed_partials(x, rstd) if dw is not None else None
     rows = x.shape[0] * x.shape[1]
-    stage = tile.chunk * tile.chunks * _loaded(x, dy, passed[0])
+    stage = tile.chunk * tile.chunks * loaded_bytes(x, dy, passed[0])
     done, partial = backward_chunks(
         *(dy, x, weight, rstd, offset, own, dw is not None, passed, tile),
         fitting_stages(tile.stages, tile.per_sm, stage, shared_memory_of(x.device)),
@@ -256,6 +256,6 @@ def program_count(tiles: int, chunks: int, per_sm: int, sms: int, allowed: int |
     return max(1, min(programs, tiles))
 
 
-def _loaded(*tensors: Tensor | None) -> int:
+def loaded_bytes(*tensors: Tensor | None) -> int:
     """Bytes that are loaded of them for each element of a row."""
     return sum(tensor.element_size() for tensor in tensors if tensor is not None)

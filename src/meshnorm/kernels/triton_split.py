@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .triton_exchange import advance, post, wait_for_sum
-from .triton_forward import normalized
+from .triton_forward_tiles import normalized
 from .triton_rows import kept, load_scale, mean, reciprocal_root, row_offsets, tile_rows
 
 VARYING = ["M", "capacity", "hidden_size", "x_b", "x_stride_a", "x_stride_b", "dy_b", "dy_stride_a", "dy_stride_b"]
