@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshnorm.kernels import cpu, gpu, gpu_backward, gpu_chunks, gpu_qk, settings
+from meshnorm.formula_gated import Gated
+from meshnorm.kernels import cpu, cpu_gated, gpu, gpu_backward, gpu_chunks, gpu_gated, gpu_qk, settings
 
 PLANTED = "planted errors"
 DEVICE = "cuda"
@@ -38,6 +39,7 @@ WIDTHS = {
     "forward_wide": (1000, 1024, 2048, 2880, 4096, 5120, 8192, 12288, 17001, 20001, 32768, 40001, 65536, 70001, 131072),
     "backward": (*NARROW, 1000, 1024, 2048, 4096, 4097, 7168, 8192, 12288),
     "qk": (17, 64, 100, 128, 256, 512, 1000, 1024, 2048, 4096, 8192),
+    "gated": (17, 100, 128, 1000, 1024, 2048, 4096, 4097, 8192, 12288, 16384, 20001, 65536),  # of a group
     "split_forward": (131080, 140001, 196608, 262144),
     "split_backward": (65544, 70001, 98304, 131072),
 }
@@ -91,6 +93,7 @@ OTHERS = {
     ),
     "slices": (Launch(6, 1000, "float64"), Launch(6, 9000, "float64", x="heads")),
     "qk": (Launch(6, 100, "float64"), Launch(60, 512, "float32", x="odd")),
+    "gated": (Launch(6, 100, "float64"), Launch(60, 512, "float32", x="odd"), Launch(6, 12288, "float32")),
     "split_forward": (Launch(6, 40000, "float32"), Launch(6, 65544, "float32", x="heads")),
     "split_backward": (Launch(6, 65544, "float32"),),
 }
@@ -158,8 +161,13 @@ def run(group: str, shard: int, shards: int) -> None:
         for p, n in SUMS[shard::shards]:
             _sum(p, n)
     else:
-        for launch in list(launches(group))[shard::shards]:
-            _run_qk(launch) if group == "qk" else _run(group, launch)
+        for i, launch in list(enumerate(launches(group)))[shard::shards]:
+            if group == "qk":
+                _run_qk(launch)
+            elif group == "gated":
+                _run_gated(launch, i % 2 == 0)
+            else:
+                _run(group, launch)
     print(f"{group}: all launches done, results right")
 
 
@@ -249,6 +257,54 @@ def _run(group: str, launch: Launch) -> None:
         check("dX", dx, dxc)
     if needs_dw:
         check("dW", dw, dwc)
+
+
+def _run_gated(launch: Launch, before: bool) -> None:
+    """A norm before or after a gate, which lies as dY does: two groups of as many columns, wide ones alone."""
+    m, n, dtype = launch.m, launch.n, getattr(torch, launch.dtype)
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    groups = 2 if n <= 4096 else 1
+    columns = groups * n
+    x, dy, gate = (rows(kind, m, columns, dtype) for kind in (launch.x, launch.dy, launch.dy))
+    weight = None
+    if launch.weight != "none":
+        weight = torch.randn(columns).to(dtype if launch.weight == "same" else torch.float32)
+    how = Gated(1e-6, launch.offset, launch.mode, before, "silu" if launch.rstd else "sigmoid", n)
+    xc, dyc, gatec = on_gpu(x), on_gpu(dy), on_gpu(gate)
+    w = None if weight is None else weight.to(DEVICE)
+    needs_dx, needs_dw = "dx" in launch.want, "dw" in launch.want and weight is not None
+    expected = {name: torch.empty(m, columns, dtype=dtype) for name in ("y", "dX", "dGate")}
+    expected |= {name: torch.empty(m, groups, dtype=acc) for name in ("rstd", "total", "c")}
+    expected["dW"] = torch.empty(columns, dtype=dtype if weight is None else weight.dtype)
+    found = {name: torch.empty_like(tensor, device=DEVICE) for name, tensor in expected.items()}
+
+    def check(*names: str) -> None:
+        limit = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4, "float64": 1e-10}[launch.dtype]
+        for name in names:
+            _check(f"gated, {launch}, norm_before_gate={before}", name, expected[name], found[name], limit)
+
+    def wanted(of: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
+        return tuple(
+            of[name] if needs else None for name, needs in (("dX", needs_dx), ("dGate", needs_dx), ("dW", needs_dw))
+        )
+
+    gradients = [name for name, needs in (("dX", needs_dx), ("dGate", needs_dx), ("dW", needs_dw)) if needs]
+    cpu_gated.forward(x, gate, weight, how, expected["y"], expected["rstd"])
+    gpu_gated.forward(xc, gatec, w, how, found["y"], found["rstd"])
+    check("y", "rstd")
+    cpu_gated.statistic(x, gate, how, expected["total"])
+    gpu_gated.statistic(xc, gatec, how, found["total"])
+    gpu_gated.apply(xc, gatec, w, found["total"], n, how, found["y"], found["rstd"])
+    check("total", "y", "rstd")
+    cpu_gated.backward(dy, x, gate, weight, expected["rstd"], how, *wanted(expected))
+    gpu_gated.backward(dyc, xc, gatec, w, found["rstd"], how, *wanted(found))
+    check(*gradients)
+    if n > 17:  # of few columns the sum is mostly rounding errors
+        cpu_gated.backward_statistic(dy, x, gate, weight, expected["rstd"], how, expected["c"])
+        gpu_gated.backward_statistic(dyc, xc, gatec, w, found["rstd"], how, found["c"])
+        check("c")
+        gpu_gated.backward_apply(dyc, xc, gatec, w, found["rstd"], found["c"], n, how, *wanted(found))
+        check(*gradients)
 
 
 def _run_qk(launch: Launch) -> None:

@@ -49,7 +49,7 @@ def test_every_kernel_of_the_package_is_watched(sanitize: ModuleType) -> None:
 
 SIX = ("forward", "statistic", "apply", "backward", "backward_statistic", "backward_apply")
 SPLIT = ["split_forward", "split_backward"]
-KINDS = ["forward", "forward_wide", "backward", "qk", "chunks", "clusters", "slices", *SPLIT]
+KINDS = ["forward", "forward_wide", "backward", "qk", "gated", "chunks", "clusters", "slices", *SPLIT]
 
 
 def test_the_groups_are_those_that_are_tested_here(launching: ModuleType) -> None:
@@ -73,6 +73,7 @@ def launched(launching: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable
     monkeypatch.setattr(launching, "DEVICE", "cpu")
     monkeypatch.setattr(launching, "_check", lambda *arguments: None)
     monkeypatch.setattr(launching, "cpu", SimpleNamespace(**dict.fromkeys(SIX, lambda *arguments: None)))
+    monkeypatch.setattr(launching, "cpu_gated", SimpleNamespace(**dict.fromkeys(SIX, lambda *arguments: None)))
     monkeypatch.setattr(torch, "randn", torch.empty)  # a tenth of the time
 
     def of(group: str) -> list[Asked]:
@@ -100,6 +101,10 @@ RUN = {
         *("qk_forward_kernel", "qk_forward_wide_kernel", "qk_statistic_kernel", "qk_apply_kernel"),
         *("qk_backward_kernel", "qk_backward_statistic_kernel", "qk_backward_apply_kernel"),
         *("qk_sum_partials_kernel",),
+    },
+    "gated": {
+        *("gated_forward_kernel", "gated_forward_wide_kernel", "gated_statistic_kernel"),
+        *("gated_backward_kernel", "sum_partials_kernel"),
     },
     "split_forward": {"forward_split_kernel"},
     # Where x is frozen a split row needs no exchange.
