@@ -76,6 +76,7 @@ OTHERS = {
         Launch(6, 40000, "float64", x="heads"),
         Launch(6, 70001, "float64"),  # wider than the ladder
         Launch(6, 16384, "float32"),
+        Launch(6, 40000, "float32"),
         Launch(6, 20001, "float32", x="odd"),
     ),
     "backward": (Launch(6, 1000, "float64"), Launch(6, 4096, "float32", x="heads")),
@@ -94,7 +95,7 @@ OTHERS = {
     "slices": (Launch(6, 1000, "float64"), Launch(6, 9000, "float64", x="heads")),
     "qk": (Launch(6, 100, "float64"), Launch(60, 512, "float32", x="odd")),
     "gated": (Launch(6, 100, "float64"), Launch(60, 512, "float32", x="odd"), Launch(6, 12288, "float32")),
-    "split_forward": (Launch(6, 40000, "float32"), Launch(6, 65544, "float32", x="heads")),
+    "split_forward": (Launch(6, 70001, "float32"), Launch(6, 65544, "float32", x="heads")),
     "split_backward": (Launch(6, 65544, "float32"),),
 }
 # Partial rows × columns: fewer rows than are added at a time, as many, more; a width for each step of ``sum_settings``.

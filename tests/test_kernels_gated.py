@@ -106,7 +106,7 @@ def test_both_passes_are_one_launch_beside_that_of_dw(
     assert [launched.kernel for launched in asked] == ["gated_backward_kernel", "sum_partials_kernel"]
     first = asked[0]
     cluster = first.options.get("cluster", 1)
-    assert cluster == (-(-group // 6144) if group > 12288 else 1) == first.constants["CHUNKS"]
+    assert cluster == (-(-group // 8192) if group > 12288 else 1) == first.constants["CHUNKS"]
     programs = first.grid[0] * cluster
     resident = 132 * (65536 // (first.options["maxnreg"] * 32 * first.options["num_warps"]))
     resident = resident if cluster == 1 else 132  # see fake_driver
@@ -117,7 +117,7 @@ def test_both_passes_are_one_launch_beside_that_of_dw(
 
 def test_groups_beyond_a_cluster_take_their_sums_first(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = what_an_h200_is_asked(monkeypatch)
-    wide = 65536
+    wide = 131072
     for before, want, kernels in (
         (True, "dX dGate dW", ["gated_statistic_kernel", "gated_backward_kernel", "sum_partials_kernel"]),
         (True, "dGate dW", ["gated_backward_kernel", "sum_partials_kernel"]),

@@ -234,7 +234,7 @@ def test_a_gated_forward_saves_its_inputs_and_one_number_a_row_and_group(n: int,
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize(("n", "group"), GROUPS)
 def test_a_gated_backward_needs_3_percent_of_a_tensor_beside_its_results(n: int, group: int, before: bool) -> None:
-    m = rows_of(n, BF16) // 2
+    m = rows_of(n, BF16)
     x, weight, gate = inputs(m, n, BF16, "cuda")
     dy = draw(m, n, dtype=BF16, device="cuda")
     leaves = x.requires_grad_(), gate.requires_grad_(), weight.requires_grad_()

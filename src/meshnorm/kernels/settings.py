@@ -64,17 +64,18 @@ class ChunkSettings:
 
 
 # Percentages are of the copy bandwidth measured in the same run: one H200, torch 2.11, Triton 3.6, bfloat16, cold L2,
-# kernels alone, 2026-11-30 (benchmarks/results/h200_sweep_2026-11-30.txt).
+# kernels alone, 2026-11-30 (benchmarks/results/h200_sweep_2026-11-30.txt); where it says so, 2026-12-01 (the file of
+# that date).
 FORWARD = (
     (16, RowSettings(rows=256, block=16, warps=4)),
     (32, RowSettings(rows=128, block=32, warps=4)),
     (64, RowSettings(rows=64, block=64, warps=4)),
     (128, RowSettings(rows=16, block=128, warps=2)),  # 97%; 32 rows on 4 warps 95%
     (256, RowSettings(rows=16, block=256, warps=4)),
-    (512, RowSettings(rows=8, block=512, warps=4)),  # 96%
+    (512, RowSettings(rows=2, block=512, warps=1)),  # 97%, 99% without rstd; 8 rows on 4 warps 97% (12-01)
     # From here on a row is read twice, the second time from a cache: few registers, so that many programs are resident,
     # and no column that is only padding. Whole rows in registers: 96% from 4096 to 16384, 93% at 12288.
-    (1024, RowSettings(rows=1, block=512, warps=4)),  # 99%; two whole rows 97%
+    (1024, RowSettings(rows=1, block=512, warps=2)),  # 99%; 4 warps 94%, two whole rows on 2 98% (12-01)
     (2048, RowSettings(rows=1, block=1024, warps=4)),  # 99%; whole 98%
     (3072, RowSettings(rows=1, block=1024, warps=4)),  # 99%; padded to 4096 93%
     (4096, RowSettings(rows=1, block=2048, warps=8)),  # 99%
@@ -82,21 +83,30 @@ FORWARD = (
     (20480, RowSettings(rows=1, block=4096, warps=16)),  # 100% at 8192, 98-99% at 12288, 16384 and 18432
     (32768, RowSettings(rows=1, block=8192, warps=32)),  # 98%; 16 warps 90%
     # One program to a multiprocessor, whose L1 cache holds what the registers do not. With 32 registers to a thread two
-    # programs would share it, and lose each other's rows (78% at 65536): which 16384 columns, one chunk of them held,
-    # compile to, and 32768 of float16 without rstd. So the number of registers is given.
-    (65536, RowSettings(rows=1, block=32768, warps=32, held=1, registers=64)),  # 95%; none held 93%
-    (131072, RowSettings(rows=1, block=32768, warps=32, held=2, registers=64)),  # 89%; split 86-87%, none held 81%
+    # programs would share it, and lose each other's rows (77% at 65536, float32 91% at 32768), so the number of
+    # registers is given (12-01).
+    (65536, RowSettings(rows=1, block=16384, warps=32, held=1, registers=64)),  # 96%; two held, or 32768 columns 95%
+    (131072, RowSettings(rows=1, block=32768, warps=32, held=2, registers=64)),  # 90%; one held 89%, split 87%
 )
-# float32 rows from 12288 columns on: 101% at 16384 (4096 columns on 16 warps 94%), 95% at 32768.
+# float32 rows from 12288 columns on: 101% at 16384 (4096 columns on 16 warps 94%), 98% at 32768, 92% at 65536 (split
+# 89%; both 12-01).
 FORWARD_32 = (
     (16384, RowSettings(rows=1, block=8192, warps=32)),
-    (32768, RowSettings(rows=1, block=16384, warps=32)),
+    (32768, RowSettings(rows=1, block=16384, warps=32, registers=64)),
+    (65536, RowSettings(rows=1, block=16384, warps=32, held=2, registers=64)),
 )
+# 16-bit rows that start at any address, and are read number by number, or two at a time: by the width's largest power
+# of two. Measured at 4097, 73% (2048 columns on 8 warps 40%), and 4098, 86% (70%; both 12-01).
+FORWARD_ODD = {
+    1: RowSettings(rows=1, block=512, warps=8, held=4),
+    2: RowSettings(rows=1, block=1024, warps=4, held=4),
+}
+ODD = range(3073, 8193)
 # Beyond, where rows are not split (float64, other vendors). 61-63% at 131072.
 FORWARD_WIDE = RowSettings(rows=1, block=8192, warps=16)
 # Rows wider still. At 131072 86-87%; over the programs of a cluster 85% at the most, read once or twice.
 FORWARD_SPLIT = SplitSettings(rows=1, block=4096, warps=4, per_sm=4, stages=3, lookahead=2)
-# 90% at 65536, 91% at 131072. On 4 warps the registers do not suffice: 40%.
+# 90% at 131072 (12-01). On 4 warps the registers do not suffice: 40%.
 FORWARD_SPLIT_32 = SplitSettings(rows=1, block=4096, warps=8, per_sm=2, stages=3, lookahead=2)
 
 # Of a row that is held whole where there are few: chunks, which the kernel counts to 4; and bytes, a quarter of the
@@ -104,12 +114,17 @@ FORWARD_SPLIT_32 = SplitSettings(rows=1, block=4096, warps=8, per_sm=2, stages=3
 MOST_HELD = 4
 HELD_BYTES = 64 * 1024
 
-# With a residual, where the settings above leave too few registers: (wider than, up to, bytes of a number, settings).
-# Not timed; chosen so that nothing spills (Triton 3.6, sm_90).
+# With a residual, where others than the settings above are best: (wider than, up to, bytes of a number, settings).
+# All but the first timed on 12-01, at the upper bound or as it says.
 FORWARD_ADD = (
-    (64, 128, 4, RowSettings(rows=16, block=128, warps=4)),
-    (32768, 65536, 2, RowSettings(rows=1, block=16384, warps=32, held=1)),
-    (65536, 131072, 2, RowSettings(rows=1, block=16384, warps=32, held=1)),
+    (64, 128, 4, RowSettings(rows=16, block=128, warps=4)),  # nothing spills (Triton 3.6, sm_90)
+    (4096, 6144, 2, RowSettings(rows=1, block=2048, warps=8, held=1)),  # 99% at 5120; none held 98%
+    (8192, 12288, 2, RowSettings(rows=1, block=4096, warps=16, held=1, registers=64)),  # 98%; none held 95%
+    (12288, 20480, 2, RowSettings(rows=1, block=4096, warps=16, held=1)),  # 98% at 16384; none held 97%
+    (20480, 32768, 2, RowSettings(rows=1, block=16384, warps=32, held=1, registers=64)),  # 97%; chunks of 8192 85-96%
+    (32768, 65536, 2, RowSettings(rows=1, block=32768, warps=32, held=1, registers=64)),  # 97%; of 16384 93-96%
+    # The sum read again, 90%; x and the residual 80%.
+    (65536, 131072, 2, RowSettings(rows=1, block=16384, warps=32, held=2, registers=64, sum_again=True)),
 )
 
 # Backward in one pass. Few programs with many loads in flight beat many with few: 1 to 2 a multiprocessor and 3 to 5
@@ -127,12 +142,15 @@ BACKWARD = (
     (8192, PersistentSettings(rows=1, block=8192, warps=16, per_sm=1, stages=4)),  # 96% at 5120, 95% at 8192
     (16384, PersistentSettings(rows=1, block=16384, warps=32, per_sm=1, stages=3)),  # 93% at 12288
 )
+# Odd 16-bit rows from 4097 to 8192 columns, which nothing can load ahead: 73% at 4097; 16 warps 42-46% (12-01).
+BACKWARD_ODD = PersistentSettings(rows=1, block=8192, warps=8, per_sm=2, stages=1)
 # Widths far below a power of two, and rows of several programs: in chunks. 16-bit types, (wider than, up to, settings).
 BACKWARD_CHUNKS = (
     (1024, 1536, ChunkSettings(chunk=512, chunks=3, warps=2, per_sm=8, stages=3)),  # 91%; padded to 2048 88%
     (2048, 2560, ChunkSettings(chunk=512, chunks=5, warps=2, per_sm=5, stages=3)),  # 94%; padded to 4096 71%
     (2560, 3072, ChunkSettings(chunk=1024, chunks=3, warps=4, per_sm=3, stages=3)),  # 94-95%; padded 79-83%
-    # At 18432 columns in clusters of 3 92%, at 24576 of 4 88%; with programs of 8192 columns 84 and 77%.
+    (20480, 24576, ChunkSettings(chunk=1024, chunks=8, warps=4, per_sm=2, stages=4)),  # 95%; the next one 92% (12-01)
+    # At 18432 columns in clusters of 3 92%; with programs of 8192 columns 84%.
     # (next one) 94% at 16384, 92% at 32768, 91% at 65536. With one program of 16384 a multiprocessor 88, 88, 82%, one
     # of 8192 on 16 warps 74, 65, 60%, four of 4096 90, 90, 87%.
     (12288, 49152, ChunkSettings(chunk=1024, chunks=6, warps=4, per_sm=3, stages=3)),
@@ -143,10 +161,11 @@ BACKWARD_CHUNKS_32 = (
     # 98-100% from 7168 to 32768, 93% at 65536; split over independent programs 82, 88, 85%.
     (5120, 65536, ChunkSettings(chunk=1024, chunks=4, warps=8, per_sm=2, stages=3)),
 )
-# With the gradient of a residual_out, which a whole row of up to 16384 columns has no registers left for. Not timed.
+# With the gradient of a residual_out, which a whole row of up to 16384 columns has no registers left for.
 BACKWARD_CHUNKS_ADD = (
     *BACKWARD_CHUNKS,
     (8192, 12288, ChunkSettings(chunk=1024, chunks=6, warps=4, per_sm=3, stages=3)),
+    (65536, 131072, ChunkSettings(chunk=2048, chunks=4, warps=8, per_sm=2, stages=3)),  # 91%; in two passes 64% (12-01)
 )
 # 84% at 32768 and 65536, 80% at 131072. A second row of look-ahead, another stage, a narrow weight: no difference.
 BACKWARD_SPLIT = SplitSettings(rows=1, block=2048, warps=4, per_sm=4, stages=3, lookahead=1)
@@ -185,6 +204,8 @@ def forward_settings(n: int, dtype: torch.dtype, adds: bool = False) -> RowSetti
     for above, widest, size, lighter in FORWARD_ADD if adds else ():
         if above < n <= widest and dtype.itemsize == size:
             return lighter
+    if dtype.itemsize == 2 and n in ODD and not adds and (n & -n) in FORWARD_ODD:
+        return FORWARD_ODD[n & -n]
     ladder = FORWARD_32 if dtype == torch.float32 and n > 12288 else FORWARD
     return _step(ladder, n, dtype) or FORWARD_WIDE
 
@@ -211,6 +232,8 @@ def apply_settings(n: int, dtype: torch.dtype) -> RowSettings:
 @functools.cache
 def backward_settings(n: int, dtype: torch.dtype) -> PersistentSettings | None:
     """None: the row is too wide for one program."""
+    if dtype.itemsize == 2 and n % 2 and 4096 < n <= BACKWARD_ODD.block:
+        return BACKWARD_ODD
     return _step(BACKWARD, n, dtype) if n <= _widest_backward(dtype) else None
 
 

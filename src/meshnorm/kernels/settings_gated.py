@@ -26,9 +26,12 @@ FORWARD = (
     (2048, RowSettings(rows=1, block=2048, warps=4)),
     (4096, RowSettings(rows=1, block=4096, warps=8)),
     (8192, RowSettings(rows=1, block=8192, warps=8)),
-    (12288, RowSettings(rows=1, block=4096, warps=8, held=3)),
-    (16384, RowSettings(rows=1, block=4096, warps=16, held=4)),
+    # Percent of copy bandwidth, gate first, benchmarks/results/h200_gated_sweep_2026-12-01.txt.
+    (12288, RowSettings(rows=1, block=4096, warps=8, held=2)),  # 95%; all held 93%, padded to 16384 70%
+    (16384, RowSettings(rows=1, block=4096, warps=16, held=4)),  # 91%
 )
+FORWARD_32 = RowSettings(rows=1, block=16384, warps=32)  # up to 16384 float32: 100% at 12288; in chunks 91%
+FORWARD_16 = RowSettings(rows=1, block=8192, warps=32, held=4)  # up to 32768 16-bit numbers: 86%; none held 64%
 FORWARD_WIDE = RowSettings(rows=1, block=8192, warps=16)
 # Chunks of a group, given its statistic, or of the statistic itself.
 CHUNK = RowSettings(rows=1, block=4096, warps=8)
@@ -55,14 +58,17 @@ BACKWARD = (
     (2048, HoldingSettings(rows=1, block=1024, warps=4, per_sm=4, stages=3, holds=2)),
     (4096, HoldingSettings(rows=1, block=2048, warps=8, per_sm=2, stages=3, holds=2)),
     (6144, HoldingSettings(rows=1, block=2048, warps=8, per_sm=2, stages=3, holds=3)),
-    (8192, HoldingSettings(rows=1, block=4096, warps=16, per_sm=1, stages=3, holds=2, keeps=True)),
-    (12288, HoldingSettings(rows=1, block=4096, warps=16, per_sm=1, stages=3, holds=3, keeps=True)),
+    (8192, HoldingSettings(rows=1, block=4096, warps=16, per_sm=1, stages=3, holds=2)),  # 98%; keeping 97%
+    # 88% gate first, 90% norm first; keeping 68 and 72%.
+    (12288, HoldingSettings(rows=1, block=4096, warps=16, per_sm=1, stages=3, holds=3)),
 )
 # Of 4-byte numbers: beyond it, and beyond the ladder, groups are spread over clusters.
 WIDEST_BACKWARD_32 = 8192
 # Where there are none of that size, the group's sums are taken first.
-BACKWARD_CLUSTER = HoldingSettings(rows=1, block=2048, warps=8, per_sm=2, stages=3, holds=3)
-BACKWARD_CLUSTER_32 = HoldingSettings(rows=1, block=2048, warps=8, per_sm=2, stages=3, holds=2)
+# 80% at 16384; 3 blocks 71%, sums first 63%.
+BACKWARD_CLUSTER = HoldingSettings(rows=1, block=2048, warps=8, per_sm=2, stages=3, holds=4)
+# 91% at 12288; not keeping 89%, sums first 61%.
+BACKWARD_CLUSTER_32 = HoldingSettings(rows=1, block=2048, warps=8, per_sm=2, stages=3, holds=2, keeps=True)
 MOST_IN_A_CLUSTER = 8
 # Given the sums a chunk of columns needs nothing of the others.
 BACKWARD_CHUNK = HoldingSettings(rows=1, block=2048, warps=8, per_sm=2, stages=3)
@@ -73,7 +79,9 @@ NARROW = 1024
 def gated_forward_settings(n: int, dtype: torch.dtype, holds: bool) -> RowSettings:
     """For groups of ``n``; ``holds``: in registers, where they fit. A block narrower than n is one chunk of several."""
     if n <= NARROW or holds:
-        found = _step(FORWARD, n, dtype) or FORWARD_WIDE
+        found = _step(FORWARD, n, dtype) or (FORWARD_16 if dtype.itemsize == 2 and n <= 32768 else FORWARD_WIDE)
+        if dtype == torch.float32 and 8192 < n <= FORWARD_32.block:
+            found = FORWARD_32
         return replace(found, held=min(found.held, -(-n // found.block)))
     return forward_settings(n, dtype)
 

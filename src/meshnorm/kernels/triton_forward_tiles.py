@@ -128,7 +128,8 @@ def forward_row(
     held = [
         load_chunk(x_row, r_row, out_row, k * BLOCK, N, BLOCK, ACC, PTX, "evict_first") for k in (0, 1, 2, 3)[:HELD]
     ]
-    AHEAD: tl.constexpr = (N + BLOCK - 1) // BLOCK if HELD * BLOCK >= N else 0
+    # Triton 3.6 makes no list of Nones.
+    AHEAD: tl.constexpr = (N + BLOCK - 1) // BLOCK if W is not None and HELD * BLOCK >= N else 0
     weights = [load_chunk_weight(W, k * BLOCK, N, BLOCK) for k in (0, 1, 2, 3)[:AHEAD]]
     squares = tl.zeros([BLOCK], ACC)
     for start in tl.range(HELD * BLOCK, N, BLOCK):
