@@ -151,8 +151,19 @@ def forward_row(
         r_row = None
     for start in tl.range(HELD * BLOCK, N, BLOCK):
         again = widened(load_chunk(x_row, r_row, None, start, N, BLOCK, ACC, PTX, "evict_first"), ACC, PTX)
-        weight = load_chunk_weight(W, start, N, BLOCK)
-        store_normalized(y_row, again, rstd, weight, start, N, OFFSET, MODE, BLOCK, PTX)
+        # No name of its own: Triton 3.6 would carry it through the loop, and cannot where it is None.
+        store_normalized(
+            y_row,
+            again,
+            rstd,
+            load_chunk_weight(W, start, N, BLOCK),
+            start,
+            N,
+            OFFSET,
+            MODE,
+            BLOCK,
+            PTX,
+        )
 
 
 @triton.jit
