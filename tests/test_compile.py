@@ -279,7 +279,7 @@ def test_every_op_is_checked() -> None:
     names = {
         name.partition("::")[2].partition(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
-        if "meshnorm::" in name
+        if "meshnorm::" in name and "::gated_" not in name and "::qk_" not in name  # have files of their own
     }
     assert names == set(OPS) == set(_samples())
 

@@ -53,8 +53,9 @@ def test_few_rows_have_the_bits_that_they_have_among_many(
     n: int, mode: str, weight: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     m, few = (8192, 5) if CUDA else (6, 2)
-    monkeypatch.setattr(gpu, "RESIDENT_WARPS", 64 if CUDA else 4)  # of the interpreter's 4 multiprocessors
     tile = settings.forward_settings(n, torch.bfloat16)
+    # The interpreter has 4 multiprocessors.
+    monkeypatch.setattr(gpu, "RESIDENT_WARPS", 64 if CUDA else few * tile.warps // 4)
     enough = gpu.RESIDENT_WARPS * tiles.multiprocessors(torch.device(DEVICE))
     assert few * tile.warps <= enough < m * tile.warps
     for residual in (False, True):
