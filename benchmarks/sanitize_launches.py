@@ -28,6 +28,11 @@ DEVICE = "cuda"
 # all are resident even though instrumented ones take more room.
 MULTIPROCESSORS, FOR_SPLIT_ROWS = 8, 32
 CLUSTERS = 3
+# The modules that ask the device for how many it has.
+ASKING = {
+    "multiprocessors": (gpu, gpu_backward, gpu_gated, gpu_qk),
+    "most_clusters": (gpu_chunks, gpu_gated),
+}
 
 # Each step of the ladders of settings.py, full and with columns left over.
 NARROW = (1, 16, 17, 33, 100, 128, 200, 512)
@@ -94,7 +99,14 @@ OTHERS = {
     ),
     "slices": (Launch(6, 1000, "float64"), Launch(6, 9000, "float64", x="heads")),
     "qk": (Launch(6, 100, "float64"), Launch(60, 512, "float32", x="odd")),
-    "gated": (Launch(6, 100, "float64"), Launch(60, 512, "float32", x="odd"), Launch(6, 12288, "float32")),
+    "gated": (
+        Launch(6, 100, "float64"),
+        Launch(60, 512, "float32", x="odd"),
+        Launch(12, 12288, "float32"),  # 3 programs, as the next
+        Launch(12, 9001, "float32", x="heads", dy="odd"),
+        Launch(12, 32768, "float32", weight="none", want="dx"),  # 8
+        Launch(12, 17000, "float32", weight="float32", x="odd"),  # 5
+    ),
     "split_forward": (Launch(6, 70001, "float32"), Launch(6, 65544, "float32", x="heads")),
     "split_backward": (Launch(6, 65544, "float32"),),
 }
@@ -174,15 +186,16 @@ def run(group: str, shard: int, shards: int) -> None:
 
 def pretend(multiprocessors: int) -> None:
     """That the GPU has so many multiprocessors, and room for few clusters."""
-    # They are there, to be replaced.
-    assert all(callable(each.multiprocessors) for each in (gpu, gpu_backward)) and callable(gpu_chunks.most_clusters)
     most_clusters = gpu_chunks.most_clusters
 
     def few_clusters(*arguments: Any, **options: Any) -> int:
         return min(CLUSTERS, most_clusters(*arguments, **options))
 
-    gpu.multiprocessors = gpu_backward.multiprocessors = lambda device: multiprocessors  # type: ignore[assignment]
-    gpu_chunks.most_clusters = few_clusters
+    pretended = {"multiprocessors": lambda device: multiprocessors, "most_clusters": few_clusters}
+    for name, modules in ASKING.items():
+        for module in modules:
+            assert callable(getattr(module, name))  # there, to be replaced
+            setattr(module, name, pretended[name])
 
 
 def _sum(p: int, n: int) -> None:

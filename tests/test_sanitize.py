@@ -133,6 +133,32 @@ def test_rows_in_chunks_run_in_one_program_and_in_clusters_of_every_kind(
     assert {2, 3, 4, 8, 16} <= found["clusters"]
 
 
+def test_gated_rows_run_in_clusters_in_both_orders_and_in_dtypes_of_both_sizes(
+    launched: Callable[[str], list[Asked]],
+) -> None:
+    gradients = [each for each in launched("gated") if each.kernel == "gated_backward_kernel"]
+    found = {
+        (each.arguments["X"].dtype.itemsize, each.constants["FIRST"], each.options.get("cluster", 1) > 1)
+        for each in gradients
+    }
+    assert {(size, first, spread) for size in (2, 4) for first in (False, True) for spread in (False, True)} <= found
+    assert {1, 2, 3, 4, 5, 8} <= {each.options.get("cluster", 1) for each in gradients}
+
+
+@pytest.mark.parametrize("group", ["qk", "gated"])
+def test_gradients_of_two_norms_and_of_a_gated_one_go_through_several_tiles(
+    launched: Callable[[str], list[Asked]], group: str
+) -> None:
+    counted = []
+    for each in launched(group):
+        if each.kernel == "qk_backward_kernel":
+            counted.append((each.arguments["q_tiles"], each.arguments["q_programs"]))
+        elif each.kernel == "gated_backward_kernel":
+            parts = each.constants["GROUPS"] * each.constants["CHUNKS"] // each.options.get("cluster", 1)
+            counted.append((each.arguments["tiles"], each.grid[0] // parts))
+    assert counted and sum(tiles >= 2 * programs for tiles, programs in counted) > len(counted) / 2
+
+
 def test_wide_rows_are_read_twice_whole_and_but_for_a_part(launched: Callable[[str], list[Asked]]) -> None:
     assert {0, 1, 2} <= {each.constants["HELD"] for each in launched("forward_wide")}
 

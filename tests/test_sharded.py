@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import meshnorm
 from meshnorm.checking.case import mesh_for
 from meshnorm.checking.collectives import Recorder
-from meshnorm.errors import DoubleBackwardError, MeshMismatchError
+from meshnorm.errors import DoubleBackwardError, MeshMismatchError, PlacementError
 from meshnorm.notation import parse_placements
 
 CP_TP = (("cp", 2), ("tp", 2))
@@ -404,8 +404,27 @@ def _compiled(x_placements: str, weight_placements: str, options: dict) -> int:
         ("S(1),S(2)", "R,R", {"hidden": "gather"}),
         ("S(1),R", "R,R", {"weight_grad": "reduced"}),
         ("R,S(1)", "R,R", {"output_placements": (Replicate(), Shard(1))}),
+        ("R,S(1)", "R,R", {"output_placements": [Replicate(), Shard(1)]}),
     ],
 )
 def test_compiled_with_fullgraph_it_is_the_same_and_does_not_recompile_with_the_rows(pool4, x, weight, options):
     frames = pool4.run(_compiled, x, weight, options)
     assert max(frames) <= 2  # the first length, then one graph for every other
+
+
+def _compiled_with_no_placement(name: str, output: list) -> None:
+    mesh = mesh_for(CP_TP)
+    x, w = placed(torch.randn(2, 4, 8), mesh, "S(0),S(1)"), placed(torch.randn(8), mesh, "R,R")
+    calls = {
+        "rms_norm": lambda x, w: meshnorm.rms_norm(x, w, output_placements=output),
+        "add_rms_norm": lambda x, w: meshnorm.add_rms_norm(x, x, w, output_placements=output),
+        "gated_rms_norm": lambda x, w: meshnorm.gated_rms_norm(x, x, w, output_placements=output),
+        "qk_rms_norm": lambda x, w: meshnorm.qk_rms_norm(x, x, w, w, k_output_placements=output),
+    }
+    with pytest.raises(PlacementError, match="output_placements"):
+        torch.compile(calls[name], backend="eager")(x, w)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "gated_rms_norm", "qk_rms_norm"])
+def test_what_is_no_placement_is_refused_under_compile_too(pool4, name: str) -> None:
+    pool4.run(_compiled_with_no_placement, name, [[Shard(0)], 1])

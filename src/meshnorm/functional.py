@@ -253,15 +253,17 @@ def add_rms_norm(
 
 def _for_a_graph(output_placements: Sequence[Placement] | None) -> Any:
     """Placements as what torch.compile can put into its graph, where it makes one."""
-    if output_placements is not None and not _may_be_placements(output_placements):
+    if output_placements is None:
+        return None
+    if torch.compiler.is_compiling():
+        from meshnorm.routing import encoded
+
+        return tuple([encoded(placement) for placement in output_placements])
+    if not _may_be_placements(output_placements):
         raise PlacementError(
             f"output_placements is {output_placements!r}: give a sequence of placements, one for each mesh dim"
         )
-    if output_placements is None or not torch.compiler.is_compiling():
-        return output_placements
-    from meshnorm.routing import encoded
-
-    return tuple(encoded(placement) for placement in output_placements)
+    return output_placements
 
 
 def _check_plain(weight: Tensor | None, output_placements: Sequence[Placement] | None) -> None:

@@ -114,7 +114,10 @@ def check_order(tensor: Tensor | None, name: str) -> None:
 
 
 def encoded(placement: Placement) -> str | int:
-    """A placement as what torch.compile can put into a graph as a constant: "R", "P" or the tensor dim."""
+    """A placement as what torch.compile can put into a graph as a constant: "R", "P" or the tensor dim. Of its type
+    alone: before torch 2.13 torch.compile cannot trace a placement's hash."""
+    if not isinstance(placement, Placement):
+        raise PlacementError("output_placements holds what is no placement: give one placement for each mesh dim")
     if placement.is_replicate():
         return "R"
     return "P" if placement.is_partial() else placement.dim  # type: ignore[attr-defined]
