@@ -193,7 +193,8 @@ def backward(
     the sums, then the rest."""
     n = how.group_size
     clusters = rstd.dtype == torch.float32 and has_clusters(x.device)
-    tile = settings or gated_backward_settings(n, _widest(x, gate, dy), clusters)
+    first = gate is not None and not how.norm_before_gate
+    tile = settings or gated_backward_settings(n, _widest(x, gate, dy), clusters, first)
     if tile is not None and _gradients(dy, x, gate, weight, rstd, None, n, how, dx, d_gate, dw, tile):
         return
     total = torch.empty_like(rstd)

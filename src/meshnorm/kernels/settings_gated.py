@@ -62,11 +62,15 @@ BACKWARD = (
     # 88% gate first, 90% norm first; keeping 68 and 72%.
     (12288, HoldingSettings(rows=1, block=4096, warps=16, per_sm=1, stages=3, holds=3)),
 )
+# Of 16-bit numbers beyond 8192 columns, where the gate comes first: 90%; as above 88%.
+BACKWARD_GATE_FIRST = HoldingSettings(rows=1, block=2048, warps=8, per_sm=1, stages=3, holds=6, keeps=True)
 # Of 4-byte numbers: beyond it, and beyond the ladder, groups are spread over clusters.
 WIDEST_BACKWARD_32 = 8192
 # Where there are none of that size, the group's sums are taken first.
 # 80% at 16384; 3 blocks 71%, sums first 63%.
 BACKWARD_CLUSTER = HoldingSettings(rows=1, block=2048, warps=8, per_sm=2, stages=3, holds=4)
+# Beyond 16384: 72% at 32768; two programs to a multiprocessor, of 3 blocks each, 68%, sums first 63%.
+BACKWARD_CLUSTER_WIDE = HoldingSettings(rows=1, block=2048, warps=8, per_sm=1, stages=4, holds=4, keeps=True)
 # 91% at 12288; not keeping 89%, sums first 61%.
 BACKWARD_CLUSTER_32 = HoldingSettings(rows=1, block=2048, warps=8, per_sm=2, stages=3, holds=2, keeps=True)
 MOST_IN_A_CLUSTER = 8
@@ -92,13 +96,15 @@ def gated_chunk_settings(n: int, dtype: torch.dtype) -> RowSettings:
 
 
 @functools.cache
-def gated_backward_settings(n: int, dtype: torch.dtype, clusters: bool) -> HoldingSettings | None:
+def gated_backward_settings(n: int, dtype: torch.dtype, clusters: bool, first: bool) -> HoldingSettings | None:
     """Those for whole groups of ``n``; with ``clusters`` also those of wider ones, for the programs of a cluster. None:
-    the group is too wide. ``dtype`` is the widest of x, the gate and dY."""
+    the group is too wide. ``dtype`` is the widest of x, the gate and dY; ``first``: the gate comes before the norm."""
     found = None if dtype.itemsize > 2 and n > WIDEST_BACKWARD_32 else _step(BACKWARD, n, dtype)
     if found is not None:
+        found = BACKWARD_GATE_FIRST if first and dtype.itemsize <= 2 and n > 8192 else found
         return replace(found, holds=-(-n // found.block))
-    spread = BACKWARD_CLUSTER if dtype.itemsize <= 2 else BACKWARD_CLUSTER_32
+    narrow = BACKWARD_CLUSTER if n <= 16384 else BACKWARD_CLUSTER_WIDE
+    spread = narrow if dtype.itemsize <= 2 else BACKWARD_CLUSTER_32
     return spread if clusters and parts_of(n, spread) <= MOST_IN_A_CLUSTER else None
 
 
