@@ -75,11 +75,12 @@ VARIANTS = (
 )
 # What the bfloat16 widths and their variants do not reach: float32 and float64 in kernels of their own widths.
 OTHERS = {
-    "forward": (Launch(6, 100, "float64"), Launch(200, 500, "float32", x="odd")),
+    "forward": (Launch(6, 100, "float64"), Launch(200, 250, "float32", x="odd")),
     "forward_wide": (
         Launch(6, 1000, "float64"),
         Launch(6, 40000, "float64", x="heads"),
         Launch(6, 70001, "float64"),  # wider than the ladder
+        Launch(200, 500, "float32", x="odd"),
         Launch(6, 16384, "float32"),
         Launch(6, 40000, "float32"),
         Launch(6, 20001, "float32", x="odd"),

@@ -110,7 +110,7 @@ def test_a_wide_row_of_float64_is_left_to_the_kernels_that_need_the_row_s_total(
 def test_the_forward_holds_a_narrow_row_whole_and_reads_a_wide_one_in_chunks(dtype: torch.dtype) -> None:
     for n in widths():
         chosen = settings.forward_settings(n, dtype)
-        if n <= 512 // (2 if dtype == F64 else 1):
+        if n <= (256 if dtype.itemsize >= 4 else 512):
             assert n <= chosen.block
         else:
             assert chosen.rows == 1 and is_power_of_2(chosen.block)
@@ -137,13 +137,34 @@ def test_few_rows_are_held_where_that_changes_no_sum(dtype: torch.dtype) -> None
     assert {4096, 8192}.issubset(held) if dtype != F64 else 4096 in held
 
 
-@pytest.mark.parametrize("dtype", [F64, BF16, F16], ids=str)
-def test_rows_that_leave_no_room_for_a_second_one_in_the_cache_keep_other_programs_out(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("dtype", [F64, F32, BF16, F16], ids=str)
+def test_rows_that_leave_no_room_for_a_second_one_in_the_cache_keep_other_programs_out(
+    dtype: torch.dtype, adds: bool
+) -> None:
     for n in widths():
-        chosen = settings.forward_settings(n, dtype)
+        chosen = settings.forward_settings(n, dtype, adds)
         if n * dtype.itemsize > 65536 and chosen.held:
             assert chosen.registers is not None
             assert REGISTERS // 2 < chosen.registers * 32 * chosen.warps <= REGISTERS
+
+
+@pytest.mark.parametrize("dtype", [F64, F32, BF16, F16], ids=str)
+def test_odd_rows_have_settings_of_their_own_around_what_was_timed(dtype: torch.dtype) -> None:
+    for n, elements in ((3071, 1), (4097, 1), (8191, 1), (4098, 2), (8190, 2), (4100, 4), (5120, 8), (9001, 1)):
+        forward, backward = settings.forward_settings(n, dtype), settings.backward_settings(n, dtype)
+        odd = dtype.itemsize == 2 and elements <= 2 and 3072 < n <= 8192
+        assert (forward.held > 0) == odd
+        alone = dtype.itemsize == 2 and elements == 1 and 4096 < n <= 8192
+        assert backward is None or (backward.stages == 1) == alone
+        assert alone or settings.backward_settings(n, dtype, adds=True) == backward
+
+
+@pytest.mark.parametrize("dtype", [F64, F32, BF16, F16], ids=str)
+def test_with_a_residual_no_chunk_that_is_held_is_only_padding(dtype: torch.dtype) -> None:
+    for n in widths():
+        chosen = settings.forward_settings(n, dtype, adds=True)
+        assert 0 <= chosen.held <= 4 and (chosen.held == 0 or chosen.held * chosen.block < n)
 
 
 def test_the_sum_of_partial_rows_is_spread_over_enough_programs() -> None:

@@ -74,7 +74,7 @@ def backward(
     if split is not None and dx is not None and n <= widest_split(split, multiprocessors(x.device)):
         _launch_split_gradients(dy, x, weight, rstd, offset, dx, dw, split)
         return
-    tile = settings or backward_settings(n, x.dtype)
+    tile = settings or backward_settings(n, x.dtype, d_residual_out is not None)
     if tile is not None:
         _launch_gradients(backward_kernel, dy, x, weight, rstd, (), n, offset, dx, dw, passed, tile)
         return
