@@ -18,6 +18,7 @@ from meshnorm import ops_add
 from meshnorm.dispatch import transformed, unobserved
 from meshnorm.formula import reference_add_forward
 from meshnorm.local import once_differentiable, refuse_double_backward
+from meshnorm.replayed_add import AddNorm
 
 # Backward nodes, by the names that autograd gives them, that write what they compute into memory of their own.
 READERS = {
@@ -78,26 +79,34 @@ class Wanted(NamedTuple):
 def local_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, ndim: int
 ) -> tuple[Tensor, Tensor]:
-    """(y, residual_out) for plain tensors whose arguments are checked.
+    """(y, residual_out) for plain tensors whose arguments are checked, where something traces or transforms the call.
 
     Under torch.func's transforms and in forward mode the formula itself is run, as in ``local``.
     """
     options = eps, offset, casting_mode, ndim
     if transformed(x, residual, weight):
         return reference_add_forward(x, residual, weight, *options)
-    if not unobserved(x, residual, weight):
-        return ops_add.add_forward.op(x, residual, weight, *options)[:2]  # type: ignore[attr-defined]
-    tensors = (x, residual) if weight is None else (x, residual, weight)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return _LocalAddRMSNorm.apply(x, residual, weight, options)  # type: ignore[return-value]
-    return ops_add.add_without_rstd(x, residual, weight, *options)
+    return ops_add.add_forward.op(x, residual, weight, *options)[:2]  # type: ignore[attr-defined]
+
+
+class LocalAddNorm(AddNorm):
+    """(y, residual_out) for plain tensors of one signature whose arguments are checked, where nothing observes the
+    call."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor, residual: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (x, residual, weight)]):
+            return _apply(x, residual, weight, self)
+        return self.outputs(x, residual, weight)
 
 
 class _LocalAddRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, residual, weight, options):
-        y, residual_out, rstd = ops_add.add_forward.direct(x, residual, weight, *options)  # type: ignore[attr-defined]
-        _keep(ctx, x, residual, weight, residual_out, rstd, options)
+    def forward(ctx: Any, x, residual, weight, norm):
+        y, residual_out, rstd = norm.outputs_and_rstd(x, residual, weight)
+        _keep(ctx, x, residual, weight, residual_out, rstd, norm.options)
+        ctx.norm = norm
         return y, residual_out
 
     @staticmethod
@@ -105,6 +114,10 @@ class _LocalAddRMSNorm(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return once_differentiable(_local_backward, ctx, dy, d_residual_out)
         return _local_backward(ctx, dy, d_residual_out, *ctx.saved_tensors)
+
+
+# As in ``local``: nothing observes these calls.
+_apply: Any = super(torch.autograd.Function, _LocalAddRMSNorm).apply  # type: ignore[misc]
 
 
 def _keep(
@@ -137,14 +150,17 @@ def _local_backward(
         passed = (None, None) if d_residual_out is None else wanted.passed_on(d_residual_out)
         return *passed, None, None
     dw_dtype = weight.dtype if weight is not None and ctx.needs_input_grad[2] else None
-    dx, d_residual, dw = ops_add.add_backward(
-        dy, residual_out, weight, rstd, d_residual_out, ctx.offset, ctx.ndim, *wanted.dtypes, dw_dtype
-    )
+    given, dtypes = (dy, residual_out, weight, rstd, d_residual_out), (*wanted.dtypes, dw_dtype)
+    if ctx.norm is not None and unobserved(*given):
+        dx, d_residual, dw = ctx.norm.gradients(*given, *dtypes)
+    else:
+        dx, d_residual, dw = ops_add.add_backward(*given, ctx.offset, ctx.ndim, *dtypes)
     return *wanted.handed_out(dx, d_residual), None if dw_dtype is None else dw, None
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     _keep(ctx, *inputs[:3], *output[1:], options=inputs[3:])  # type: ignore[arg-type]
+    ctx.norm = None
 
 
 def _op_backward(ctx: Any, dy: Tensor | None, d_residual_out: Tensor | None, _: Any):

@@ -11,14 +11,13 @@ from meshnorm import ops_qk
 from meshnorm.dispatch import transformed, unobserved
 from meshnorm.formula import reference_forward
 from meshnorm.local import once_differentiable, refuse_double_backward
-
-Options = tuple[float, float, str, int, int]  # eps, offset, casting mode, how many dims of q and of k are normalized
+from meshnorm.replayed_qk import Options, QKNorm
 
 
 def local_qk_rms_norm(
     q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Both y for plain tensors whose arguments are checked.
+    """Both y for plain tensors whose arguments are checked, where something traces or transforms the call.
 
     Under torch.func's transforms and in forward mode the formula itself is run, as in ``local``.
     """
@@ -27,18 +26,43 @@ def local_qk_rms_norm(
         eps, offset, mode, q_ndim, k_ndim = options
         y_of_q = reference_forward(q, q_weight, eps, offset, mode, q_ndim)
         return y_of_q, reference_forward(k, k_weight, eps, offset, mode, k_ndim)
-    if not unobserved(*tensors):
-        return ops_qk.qk_forward.op(*tensors, *options)[:2]  # type: ignore[attr-defined]
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return _LocalQKRMSNorm.apply(*tensors, options)  # type: ignore[return-value]
-    return ops_qk.qk_without_rstd(*tensors, *options)
+    return ops_qk.qk_forward.op(*tensors, *options)[:2]  # type: ignore[attr-defined]
+
+
+class LocalQKNorm(QKNorm):
+    """Both y for plain tensors of one signature whose arguments are checked, where nothing observes the call. Rows are
+    taken in the ``orders`` in which they lie in memory."""
+
+    __slots__ = ("_order_of_k", "_order_of_q")
+
+    def __init__(self, options: Options, *orders: tuple[int, ...] | None) -> None:
+        super().__init__(options)
+        self._order_of_q, self._order_of_k = orders
+
+    def __call__(self, q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        q_order, k_order = self._order_of_q, self._order_of_k
+        tensors = permuted(q, q_order), permuted(k, k_order), q_weight, k_weight
+        if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
+            y_of_q, y_of_k = _apply(*tensors, self)
+        else:
+            y_of_q, y_of_k = self.ys(*tensors)
+        return permuted(y_of_q, inverse(q_order)), permuted(y_of_k, inverse(k_order))
+
+
+def permuted(x: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    return x if order is None else x.permute(order)
+
+
+def inverse(order: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    return None if order is None else tuple(map(order.index, range(len(order))))
 
 
 class _LocalQKRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q, k, q_weight, k_weight, options):
-        outputs = ops_qk.qk_forward.direct(q, k, q_weight, k_weight, *options)  # type: ignore[attr-defined]
-        _keep(ctx, (q, k, q_weight, k_weight), outputs, options)
+    def forward(ctx: Any, q, k, q_weight, k_weight, norm):
+        outputs = norm.ys_and_rstds(q, k, q_weight, k_weight)
+        _keep(ctx, (q, k, q_weight, k_weight), outputs, norm.options)
+        ctx.norm = norm
         return outputs[:2]
 
     @staticmethod
@@ -46,6 +70,10 @@ class _LocalQKRMSNorm(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return *once_differentiable(_local_backward, ctx, *dys), None
         return *_local_backward(ctx, *dys, *ctx.saved_tensors), None  # type: ignore[arg-type]
+
+
+# As in ``local``: nothing observes these calls.
+_apply: Any = super(torch.autograd.Function, _LocalQKRMSNorm).apply  # type: ignore[misc]
 
 
 def _keep(ctx: Any, tensors: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], options: Options) -> None:
@@ -77,12 +105,17 @@ def _local_backward(
     dys, weights = (dq_out, dk_out), (q_weight, k_weight)
     needs = [ctx.needs_input_grad[place] and dys[place % 2] is not None for place in range(4)]
     dw_dtypes = [w.dtype if w is not None and need else None for w, need in zip(weights, needs[2:], strict=True)]
-    gradients = ops_qk.qk_backward(*dys, q, k, *weights, q_rstd, k_rstd, ctx.offset, *ctx.ndims, *needs[:2], *dw_dtypes)
+    given = *dys, q, k, *weights, q_rstd, k_rstd
+    if ctx.norm is not None and unobserved(*given):
+        gradients = ctx.norm.gradients(given, *needs[:2], *dw_dtypes)
+    else:
+        gradients = ops_qk.qk_backward(*given, ctx.offset, *ctx.ndims, *needs[:2], *dw_dtypes)
     return tuple(gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _keep(ctx, inputs[:4], output, inputs[4:])  # type: ignore[arg-type]
+    ctx.norm = None
 
 
 def _op_backward(ctx: Any, dq_out: Tensor | None, dk_out: Tensor | None, *_: Any):
